@@ -1,0 +1,171 @@
+"""Every key name of the bucket, and the sizes of the format.
+
+Nothing else in the project spells a key. Names are padded so that byte order is numeric order. ``parse_*`` return None for
+keys that are not ours, so that foreign objects in the bucket can do no harm.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+__all__ = [
+    "CHUNK_BYTES",
+    "DTYPES",
+    "PACK_BYTES",
+    "GenerationKey",
+    "ManifestRef",
+    "damage_key",
+    "damage_prefix",
+    "generation_key",
+    "generations_prefix",
+    "lease_key",
+    "manifests_prefix",
+    "pack_key",
+    "packs_prefix",
+    "parse_generation_key",
+    "parse_manifest_key",
+    "parse_record_key",
+    "record_key",
+    "records_prefix",
+    "run_key",
+    "run_prefix",
+]
+
+CHUNK_BYTES = 4 * 2**20
+"""Largest chunk: the unit of hash and of reading. A multiple of every element size."""
+
+PACK_BYTES = 64 * 2**20
+"""Largest pack object, header included: one PUT, so no multipart upload and no debris."""
+
+DTYPES: dict[str, tuple[str, int]] = {
+    "float64": ("F64", 8),
+    "float32": ("F32", 4),
+    "float16": ("F16", 2),
+    "bfloat16": ("BF16", 2),
+    "float8_e4m3fn": ("F8_E4M3", 1),
+    "float8_e5m2": ("F8_E5M2", 1),
+    "float8_e8m0fnu": ("F8_E8M0", 1),
+    "float8_e4m3fnuz": ("U8", 1),
+    "float8_e5m2fnuz": ("U8", 1),
+    "int64": ("I64", 8),
+    "int32": ("I32", 4),
+    "int16": ("I16", 2),
+    "int8": ("I8", 1),
+    "uint64": ("U64", 8),
+    "uint32": ("U32", 4),
+    "uint16": ("U16", 2),
+    "uint8": ("U8", 1),
+    "bool": ("BOOL", 1),
+    "complex64": ("C64", 8),
+    "complex128": ("U8", 16),
+}
+"""Element type (PyTorch's name) -> its code in a safetensors header, and its size in bytes. Types unknown to safetensors are stored as bytes."""
+
+_STEP_GENERATION = r"(?P<step>\d{12,})-g(?P<generation>\d{6,})"
+_MANIFEST = re.compile(rf"runs/[^/]+/manifests/{_STEP_GENERATION}\.json")
+_GENERATION = re.compile(r"runs/[^/]+/generations/(?P<number>\d{6,})(\.(?P<token>[0-9a-f]+))?\.json")
+_RECORD = re.compile(rf"runs/[^/]+/records/{_STEP_GENERATION}/rank-(?P<rank>\d+)-of-(?P<world>\d+)\.json")
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class ManifestRef:
+    """Names one checkpoint of a run: its step, and the generation that wrote it."""
+
+    step: int
+    generation: int
+
+    def __str__(self) -> str:
+        return f"{self.step:012d}-g{self.generation:06d}"
+
+    def key(self, run_id: str) -> str:
+        """Key of the manifest object."""
+        return f"{manifests_prefix(run_id)}{self}.json"
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class GenerationKey:
+    """A generation record's name. ``token`` is empty unless the store cannot create (then names are unique)."""
+
+    number: int
+    token: str
+
+
+def run_prefix(run_id: str) -> str:
+    """Everything of a run lies under this prefix."""
+    return f"runs/{run_id}/"
+
+
+def run_key(run_id: str) -> str:
+    """RunSpec and provenance; created once."""
+    return f"{run_prefix(run_id)}run.json"
+
+
+def generations_prefix(run_id: str) -> str:
+    """Folder of generation records."""
+    return f"{run_prefix(run_id)}generations/"
+
+
+def generation_key(run_id: str, number: int, token: str = "") -> str:
+    """Record of one generation; created once, and winning that creation starts the generation."""
+    return f"{generations_prefix(run_id)}{number:06d}{'.' + token if token else ''}.json"
+
+
+def lease_key(run_id: str, number: int) -> str:
+    """Lease of one generation; written by its own launcher only."""
+    return f"{run_prefix(run_id)}leases/{number:06d}.json"
+
+
+def packs_prefix(run_id: str) -> str:
+    """Folder of packs."""
+    return f"{run_prefix(run_id)}packs/"
+
+
+def pack_key(run_id: str, digest: str) -> str:
+    """A pack, named by the XXH3-128 of its bytes (hex)."""
+    return f"{packs_prefix(run_id)}{digest}.safetensors"
+
+
+def records_prefix(run_id: str, ref: ManifestRef | None = None) -> str:
+    """Folder of shard records; of one step and generation if given."""
+    return f"{run_prefix(run_id)}records/" + (f"{ref}/" if ref else "")
+
+
+def record_key(run_id: str, ref: ManifestRef, rank: int, world_size: int) -> str:
+    """What one rank wrote for one step."""
+    return f"{records_prefix(run_id, ref)}rank-{rank}-of-{world_size}.json"
+
+
+def manifests_prefix(run_id: str) -> str:
+    """Folder of manifests."""
+    return f"{run_prefix(run_id)}manifests/"
+
+
+def damage_prefix(run_id: str) -> str:
+    """Folder of damage markers."""
+    return f"{run_prefix(run_id)}verdicts/damaged/"
+
+
+def damage_key(run_id: str, ref: ManifestRef) -> str:
+    """Marks a checkpoint that was found damaged: loads step over it until ``verify`` finds it whole again."""
+    return f"{damage_prefix(run_id)}{ref}.json"
+
+
+def parse_manifest_key(key: str) -> ManifestRef | None:
+    """Read step and generation from a manifest's key."""
+    match = _MANIFEST.fullmatch(key)
+    return ManifestRef(int(match["step"]), int(match["generation"])) if match else None
+
+
+def parse_generation_key(key: str) -> GenerationKey | None:
+    """Read the number (and token) from a generation record's key."""
+    match = _GENERATION.fullmatch(key)
+    return GenerationKey(int(match["number"]), match["token"] or "") if match else None
+
+
+def parse_record_key(key: str) -> tuple[ManifestRef, int, int] | None:
+    """Read (checkpoint, rank, world size) from a shard record's key."""
+    match = _RECORD.fullmatch(key)
+    if not match:
+        return None
+    return ManifestRef(int(match["step"]), int(match["generation"])), int(match["rank"]), int(match["world"])
