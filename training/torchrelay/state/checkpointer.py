@@ -1,0 +1,329 @@
+"""Saving without stopping, and restoring exactly.
+
+``save`` returns at once: small state is encoded in the call, parameters and optimizer moments are copied into warm shared memory while the
+next forward and backward run, and a hook makes the optimizer wait for whatever is left. Hashing, uploading and committing happen
+in the courier. No store call, hash or collective is made on the training thread by ``save``.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchrelay.checkpoint.manifest import Manifest, TensorMeta
+from torchrelay.checkpoint.reader import load_manifest, load_record, mark_damaged, read_tensors
+from torchrelay.config import RunSpec
+from torchrelay.errors import CorruptionError, FencedError, NotFoundError, RetryableError, StateMismatchError
+from torchrelay.state.capture import Captured, TrainingState, tensor_meta
+from torchrelay.state.link import CourierLink
+from torchrelay.state.pending import PendingCheckpoint
+from torchrelay.state.request import emit
+from torchrelay.state.rng import derive_rng
+from torchrelay.state.session import Session, open_session
+from torchrelay.state.shards import ShardPlan, plan_shard
+from torchrelay.state.staging import StagingArea, check_unmoved, versions
+from torchrelay.store import open_store
+
+__all__ = ["Checkpointer", "PendingCheckpoint", "Restored"]
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Restored:
+    """What was restored: the step to go on from, the checkpoint's key, bytes read, seconds, and what a person should know."""
+
+    step: int
+    manifest_key: str
+    size_bytes: int
+    seconds: float
+    notices: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Snapshot:
+    """A save whose lazy part is still to be copied."""
+
+    pending: PendingCheckpoint
+    captured: Captured
+    before: dict[str, int]
+    message: dict[str, Any]
+
+
+class Checkpointer:
+    """Saves and restores a ``TrainingState`` in one run of the store.
+
+    Under torchrelay's launcher it joins the generation that was started for it. In a program of your own (single process, or under torchrun with a
+    process group) it starts a generation itself: every rank constructs one, with the same arguments. Use it as a context manager, or call ``close``.
+
+    Example:
+        >>> with Checkpointer(state, run="my-run", store="file:///tmp/checkpoints") as checkpointer:
+        ...     restored = checkpointer.restore()
+        ...     for step in range(restored.step if restored else 0, 1000):
+        ...         train_one_step()
+        ...         if (step + 1) % 100 == 0:
+        ...             checkpointer.save(step + 1)
+    """
+
+    def __init__(self, state: TrainingState, *, run: RunSpec | str, store: str = "", drain_s: float = 60.0) -> None:
+        self._state = state
+        self._session: Session = open_session(run, store=store, drain_s=drain_s)
+        self._link: CourierLink | None = None
+        self._area: StagingArea | None = None
+        self._plan: ShardPlan | None = None
+        self._table: dict[str, TensorMeta] = {}
+        self._pending: PendingCheckpoint | None = None
+        self._fenced: FencedError | None = None
+        self._committed_step = self._session.request.begin.step if self._session.request.begin else 0
+        self._work: queue.SimpleQueue[_Snapshot | None] = queue.SimpleQueue()
+        self._copier = threading.Thread(target=self._copy_forever, name="snapshot", daemon=True)
+        self._copier.start()
+        self._hooks = [optimizer.register_step_pre_hook(self._fence) for optimizer in state.optimizers()]
+
+    @property
+    def busy(self) -> bool:
+        """A save is in flight: its shared memory is not free yet. ``save`` would wait for it."""
+        return self._pending is not None and not self._pending.written
+
+    @property
+    def committed_step(self) -> int:
+        """Newest committed step this rank knows of (exact on rank 0)."""
+        return self._committed_step
+
+    def save(
+        self,
+        step: int,
+        *,
+        trace: Iterable[tuple[int, float | None]] = (),
+        info: Mapping[str, Any] | None = None,
+    ) -> PendingCheckpoint:
+        """Save the state after ``step`` optimizer steps. All ranks call it at the same step.
+
+        One save is in flight: if the last one is not written yet, this waits for it first (see ``busy``). ``trace`` is (step, loss) since the last
+        save, kept in the manifest. Raises UnserialisableError naming what cannot be stored, and FencedError if a newer generation has taken over.
+        """
+        began = time.monotonic()
+        if self._pending is not None:
+            self._pending.wait_written()
+        if self._fenced is not None:
+            raise self._fenced
+        captured = self._state.capture(step)
+        self._prepare(captured)
+        pending = PendingCheckpoint(step, leader=self._session.rank == 0)
+        assert self._area is not None
+        assert self._link is not None
+        message = self._message(captured, step, tuple(trace), dict(info or {}))
+        self._area.copy(captured.tensors, frozenset(captured.tensors.keys() - captured.lazy))
+        before = versions(captured.tensors, captured.lazy)
+        self._pending = pending
+        self._work.put(_Snapshot(pending=pending, captured=captured, before=before, message=message))
+        pending.stall_s += time.monotonic() - began
+        return pending
+
+    def restore(self) -> Restored | None:
+        """Load the checkpoint this generation begins at; None for a run that starts from scratch.
+
+        Every byte is checked. A damaged checkpoint is marked and CorruptionError raised; the next generation steps back to an older one (a
+        single process of its own does so by itself). Raises StateMismatchError before anything is read if the program does not fit.
+        """
+        while True:
+            begin = self._session.request.begin
+            if begin is None:
+                self._prepare(self._state.capture(0))
+                return None
+            store = open_store(self._session.request.store_url)
+            try:
+                restored = self._load(load_manifest(store, self._session.request.run_id, begin))
+            except (CorruptionError, NotFoundError) as error:
+                mark_damaged(store, self._session.request.run_id, begin, str(error))
+                _LOG.error("checkpoint of step %d is damaged and will be stepped over: %s", begin.step, error)
+                if not self._session.step_back():
+                    hint = "start again: the run continues from the checkpoint before it"
+                    raise CorruptionError(f"checkpoint of step {begin.step} is damaged: {error}", hint=hint) from error
+                continue
+            self._prepare(self._state.capture(restored.step))
+            return restored
+
+    def close(self, *, timeout_s: float | None = None) -> None:
+        """Wait until a save in flight is complete (at most ``timeout_s``), then let the courier go."""
+        try:
+            if self._pending is not None and self._pending.state != "failed":
+                self._pending.result(timeout_s)
+        finally:
+            self._work.put(None)
+            self._copier.join(timeout=5.0)
+            for hook in self._hooks:
+                hook.remove()
+            if self._link is not None:
+                self._link.close()
+            self._session.close()
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        try:
+            self.close(timeout_s=5.0)
+        except Exception:
+            # The program's own error is on its way out and must not be replaced; the courier goes on by itself.
+            _LOG.warning("closing after an error", exc_info=True)
+
+    def _load(self, manifest: Manifest) -> Restored:
+        began, session = time.monotonic(), self._session
+        self._state.check_fits(manifest.tensors, manifest.state)
+        store = open_store(session.request.store_url)
+        arrays = {name: np.empty(meta.size_bytes, np.uint8) for name, meta in manifest.tensors.items()}
+        read_tensors(store, manifest, {name: array.data for name, array in arrays.items() if array.size})
+        tensors = {name: _as_tensor(arrays[name], meta) for name, meta in manifest.tensors.items()}
+        notices = []
+        same_world = manifest.world_size == session.world_size
+        local = load_record(store, manifest, session.rank).local if same_world else None
+        self._state.load(manifest.state, tensors.__getitem__, manifest.data)
+        if local is not None:
+            self._state.load_local(local)
+        else:
+            if self._state.per_rank:
+                raise CorruptionError(
+                    f"per-rank state of {manifest.world_size} ranks cannot be given to {session.world_size}"
+                )
+            derive_rng(session.request.run_id, step=manifest.ref.step, rank=session.rank)
+            notices.append(
+                f"world size changed from {manifest.world_size} to {session.world_size}: RNG streams derived anew from (run, step, rank)"
+            )
+        return Restored(
+            step=manifest.ref.step,
+            manifest_key=manifest.key,
+            size_bytes=manifest.size_bytes,
+            seconds=time.monotonic() - began,
+            notices=tuple(notices),
+        )
+
+    def _prepare(self, captured: Captured) -> None:
+        """Have a link to the courier, and staging memory of the right layout; made again only if the state has changed shape."""
+        table = {name: tensor_meta(tensor) for name, tensor in captured.tensors.items()}
+        if self._link is None:
+            self._link = CourierLink(
+                self._session.courier_path, on_message=self._heard, on_lost=self._session.revive_courier
+            )
+        if self._area is not None and table == self._table:
+            return
+        plan = plan_shard(table, rank=self._session.rank, world_size=self._session.world_size)
+        area = StagingArea(plan, table)
+        self._link.use_area(area.fd, area.size_bytes)
+        if self._area is not None:
+            self._area.close()
+        self._area, self._plan, self._table = area, plan, table
+
+    def _message(
+        self, captured: Captured, step: int, trace: tuple[tuple[int, float | None], ...], info: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Describe the snapshot to the courier. Free of clocks, so that handing it over twice writes the same bytes."""
+        assert self._plan is not None
+        session = self._session
+        names = (
+            sorted({part.tensor for part in self._plan.slices}, key=list(self._table).index)
+            if session.world_size > 1
+            else list(self._table)
+        )
+        index = {name: number for number, name in enumerate(names)}
+        head = None
+        if session.rank == 0:
+            head = Manifest(
+                run_id=session.request.run_id,
+                ref=session.ref(step),
+                world_size=session.world_size,
+                begin=session.request.begin,
+                tensors=self._table,
+                state=captured.skeleton,
+                data=captured.data,
+                trace=trace,
+                info={"torch": torch.__version__, "spec_digest": session.spec_digest, **info},
+            ).head()
+        return {
+            "type": "staged",
+            "step": step,
+            "world_size": session.world_size,
+            "boxes": [[name, [0] * len(self._table[name].shape), self._table[name].shape] for name in names],
+            "pieces": [
+                [
+                    f"{part.tensor}@{part.start}",
+                    self._table[part.tensor].dtype,
+                    index[part.tensor],
+                    part.start,
+                    part.offset,
+                    part.length,
+                ]
+                for part in self._plan.slices
+            ],
+            "local": captured.local,
+            "head": head,
+        }
+
+    def _copy_forever(self) -> None:
+        """Copy the lazy part of each snapshot, prove that nothing moved meanwhile, and hand it to the courier."""
+        while (snapshot := self._work.get()) is not None:
+            pending, captured = snapshot.pending, snapshot.captured
+            try:
+                assert self._area is not None
+                assert self._link is not None
+                self._area.copy(captured.tensors, captured.lazy)
+                check_unmoved(captured.tensors, snapshot.before, step=pending.step)
+                self._link.hand_over(snapshot.message)
+            except Exception as error:
+                _LOG.error("step=%d rank=%d save failed: %s", pending.step, self._session.rank, error)
+                emit("saved", step=pending.step, state="failed", rank=self._session.rank, message=str(error)[:800])
+                pending.advance("failed", error)
+                continue
+            pending.advance("staged")
+
+    def _fence(self, *_: Any) -> None:
+        """Before an optimizer step: wait until the snapshot no longer needs the old values."""
+        pending = self._pending
+        if pending is None or pending.state != "staging":
+            return
+        began = time.monotonic()
+        try:
+            pending.wait_staged()
+        except Exception:
+            # Reported already, and to whoever asks for the result; a failed save never stops training.
+            _LOG.debug("step=%d the snapshot failed", pending.step, exc_info=True)
+        pending.stall_s += time.monotonic() - began
+
+    def _heard(self, message: dict[str, Any]) -> None:
+        """Take a report of the courier (on the link's thread)."""
+        pending, kind = self._pending, message["type"]
+        if kind == "committed":
+            self._committed_step = max(self._committed_step, message["step"])
+        if kind == "fenced":
+            self._fenced = FencedError(message["message"])
+        if pending is None or (pending.step != message["step"] and kind != "fenced"):
+            return
+        if kind in ("written", "fenced") and self._link is not None:
+            self._link.done()
+        if kind in ("written", "committed"):
+            pending.advance(kind)
+        elif kind == "fenced":
+            pending.advance("failed", self._fenced)
+        elif kind == "abandoned":
+            pending.advance("failed", RetryableError(f"step {pending.step} was not committed: {message['message']}"))
+
+
+def _as_tensor(array: np.ndarray[Any, Any], meta: TensorMeta) -> torch.Tensor:
+    kind: torch.dtype = getattr(torch, meta.dtype)
+    if not array.size:
+        return torch.empty(meta.shape, dtype=kind)
+    return torch.frombuffer(array, dtype=kind).reshape(meta.shape)
