@@ -13,7 +13,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-QUIET := --quiet --progress-bar off
+QUIET := -qq --progress-bar off
 ARGS ?=
 PIP_ARGS ?=
 PYTHON ?=
@@ -52,8 +52,8 @@ down: $(STAMP) ## stop what `make up` started; its data stay
 bench: $(STAMP) ## run every benchmark; each prints its numbers and its machine
 	@for file in benchmarks/bench_*.py; do echo "== $$file"; $(BIN)/python "$$file"; done
 
-secrets: $(STAMP) ## credentials for infra/docker-compose.yml, generated once
-	@$(BIN)/python -m infra.secrets_files
+secrets: ## credentials for infra/docker-compose.yml, generated once
+	@"$$(infra/find-python $(PYTHON))" infra/credentials.py
 
 # Everything below one environment: the tools that build the package are pinned too, so nothing is resolved at build time.
 $(STAMP): pyproject.toml constraints.txt
