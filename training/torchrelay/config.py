@@ -22,7 +22,17 @@ from typing import Any, TypeVar
 
 from torchrelay.errors import ConfigError
 
-__all__ = ["DEFAULT_JOB", "FaultSpec", "RunSpec", "SaveSpec", "TrainSpec", "WorldSpec", "load_spec", "parse_spec", "spec_to_dict"]
+__all__ = [
+    "DEFAULT_JOB",
+    "FaultSpec",
+    "RunSpec",
+    "SaveSpec",
+    "TrainSpec",
+    "WorldSpec",
+    "load_spec",
+    "parse_spec",
+    "spec_to_dict",
+]
 
 DEFAULT_JOB = "torchrelay.jobs.stdlib_gpt:build"
 _RUN_ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,79}")
@@ -43,14 +53,20 @@ def _require(holds: bool, message: str) -> None:
 class RunSpec:
     """What is trained. Immutable for the life of a run: the same values give the same numbers, bit for bit."""
 
-    run_id: str = field(metadata=_f(1, "Name of the run: lower case letters, digits, dot, dash, underscore; at most 80."))
+    run_id: str = field(
+        metadata=_f(1, "Name of the run: lower case letters, digits, dot, dash, underscore; at most 80.")
+    )
     job: str = field(
         default=DEFAULT_JOB,
         metadata=_f(2, "Function that builds the job: package.module:function or path/to/file.py:function."),
     )
-    options: dict[str, Any] = field(default_factory=dict, metadata=_f(3, "Options handed to the job function (JSON values)."))
+    options: dict[str, Any] = field(
+        default_factory=dict, metadata=_f(3, "Options handed to the job function (JSON values).")
+    )
     total_steps: int = field(default=600, metadata=_f(4, "Optimizer steps of the whole run."))
-    global_batch: int = field(default=16, metadata=_f(5, "Samples per optimizer step over all ranks, whatever their number."))
+    global_batch: int = field(
+        default=16, metadata=_f(5, "Samples per optimizer step over all ranks, whatever their number.")
+    )
     seed: int = field(default=0, metadata=_f(6, "Seed of initial weights, data order, dropout and augmentation."))
 
     def __post_init__(self) -> None:
@@ -82,7 +98,9 @@ class WorldSpec:
 
     ranks: int = field(default=1, metadata=_f(1, "Rank processes on this host (data parallel)."))
     device: str = field(default="cpu", metadata=_f(2, "Device of the ranks.", enum=["cpu", "cuda"]))
-    threads_per_rank: int = field(default=1, metadata=_f(3, "CPU threads of each rank; other numbers change the last bits."))
+    threads_per_rank: int = field(
+        default=1, metadata=_f(3, "CPU threads of each rank; other numbers change the last bits.")
+    )
     loader_workers: int = field(default=0, metadata=_f(4, "DataLoader worker processes of each rank."))
 
     def __post_init__(self) -> None:
@@ -96,10 +114,14 @@ class WorldSpec:
 class SaveSpec:
     """When to save."""
 
-    interval_steps: int = field(default=50, metadata=_f(1, "Steps between checkpoints; a failure loses at most about this many."))
+    interval_steps: int = field(
+        default=50, metadata=_f(1, "Steps between checkpoints; a failure loses at most about this many.")
+    )
     loss_bound_steps: int = field(
         default=0,
-        metadata=_f(2, "Training stops and waits for the store when this many steps are not committed; 0 = four intervals."),
+        metadata=_f(
+            2, "Training stops and waits for the store when this many steps are not committed; 0 = four intervals."
+        ),
     )
 
     def __post_init__(self) -> None:
@@ -123,11 +145,15 @@ class FaultSpec:
     start_timeout_s: float = field(default=300.0, metadata=_f(2, "Limit from launch to the first step."))
     collective_timeout_s: float = field(default=120.0, metadata=_f(3, "Limit of one collective operation."))
     grace_s: float = field(default=20.0, metadata=_f(4, "After SIGTERM: time to save, commit and exit."))
-    drain_s: float = field(default=60.0, metadata=_f(5, "Time the couriers get to finish a snapshot when ranks have gone."))
+    drain_s: float = field(
+        default=60.0, metadata=_f(5, "Time the couriers get to finish a snapshot when ranks have gone.")
+    )
     max_idle_generations: int = field(
         default=3, metadata=_f(6, "Stop after so many generations in a row that committed no new best step.")
     )
-    retry_delay_s: float = field(default=1.0, metadata=_f(7, "Wait before the next generation; doubles while nothing is committed."))
+    retry_delay_s: float = field(
+        default=1.0, metadata=_f(7, "Wait before the next generation; doubles while nothing is committed.")
+    )
 
     def __post_init__(self) -> None:
         for name in ("lease_s", "start_timeout_s", "collective_timeout_s", "grace_s", "drain_s"):
@@ -147,7 +173,10 @@ class TrainSpec:
     faults: FaultSpec = field(default_factory=FaultSpec, metadata=_f(5, "How failures are met."))
     store: str = field(
         default="",
-        metadata=_f(6, "Object store: s3://bucket/prefix or file:///folder. Empty: TORCHRELAY_STORE of the machine that runs it."),
+        metadata=_f(
+            6,
+            "Object store: s3://bucket/prefix or file:///folder. Empty: TORCHRELAY_STORE of the machine that runs it.",
+        ),
     )
 
     def __post_init__(self) -> None:
@@ -217,5 +246,7 @@ def _value(hint: Any, value: object, where: str) -> Any:
     if wanted is float and type(value) is int:
         return float(value)
     if isinstance(wanted, types.UnionType) or type(value) is not wanted:
-        raise ConfigError(f"{where} must be of type {wanted.__name__}, not {type(value).__name__} ({str(value)[:60]!r})")
+        raise ConfigError(
+            f"{where} must be of type {wanted.__name__}, not {type(value).__name__} ({str(value)[:60]!r})"
+        )
     return value

@@ -197,8 +197,9 @@ class Checkpointer:
             self._state.load_local(local)
         else:
             if self._state.per_rank:
-                raise CorruptionError(
-                    f"per-rank state of {manifest.world_size} ranks cannot be given to {session.world_size}"
+                raise StateMismatchError(
+                    f"per-rank state of {manifest.world_size} ranks cannot be given to {session.world_size}",
+                    hint=f"start with {manifest.world_size} ranks",
                 )
             derive_rng(session.request.run_id, step=manifest.ref.step, rank=session.rank)
             notices.append(

@@ -15,7 +15,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-__all__ = ["Buffer", "Capabilities", "Created", "Listing", "ObjectInfo", "ObjectStore", "Payload", "check_key", "views_of"]
+__all__ = [
+    "Buffer",
+    "Capabilities",
+    "Created",
+    "Listing",
+    "ObjectInfo",
+    "ObjectStore",
+    "Payload",
+    "check_key",
+    "views_of",
+]
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 Payload: TypeAlias = Buffer | Sequence[Buffer]
@@ -83,7 +93,9 @@ class ObjectStore(Protocol):
         be read back, RetryableError is raised and repeating the call is safe.
         """
 
-    def get(self, key: str, *, offset: int = 0, length: int | None = None, into: memoryview | None = None) -> memoryview:
+    def get(
+        self, key: str, *, offset: int = 0, length: int | None = None, into: memoryview | None = None
+    ) -> memoryview:
         """Read bytes ``[offset, offset + length)``, or to the end; into the given writable buffer if there is one.
 
         Returns a view of exactly the bytes read. With ``into`` and no ``length``, ``len(into)`` bytes are read. Raises NotFoundError when the key is
