@@ -166,7 +166,7 @@ def _run(request: GenerationRequest, spec: TrainSpec, reporter: _Reporter, stop:
         if rank == 0:
             emit("progress", step=result.step, loss=result.loss, rank=rank)
             if job.sample is not None and result.step >= spec.run.total_steps:
-                emit("sample", text=job.sample(job.model)[:1500])
+                emit("sample", text=job.sample(job.model)[:600])
         return result
     finally:
         if dist.is_initialized() and sys.exc_info()[0] is None:
@@ -200,9 +200,9 @@ def _open_device(name: str) -> torch.device:
 def _parallel(model: nn.Module, device: torch.device, world_size: int) -> nn.Module:
     """Wrap the model for data parallel training, in the one form that resumes bit for bit.
 
-    DDP re-orders its gradient buckets after the first iteration of a process, and the order in which more than two ranks' gradients are added depends on the
-    buckets: the first step after a resume would differ in the last bits (measured with 3 and 4 ranks). Looking for unused parameters switches the
-    re-ordering off.
+    DDP re-orders its gradient buckets after the first iteration of a process, and the order in which more than two ranks' gradients are added
+    depends on the buckets: the first step after a resume would differ in the last bits (measured with 3 and 4 ranks). Looking for unused
+    parameters switches the re-ordering off.
     """
     if world_size == 1:
         return model
