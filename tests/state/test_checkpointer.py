@@ -21,6 +21,7 @@ from torchrelay.data.sampler import ElasticSampler
 from torchrelay.errors import CorruptionError, RunBusyError, RunMismatchError, StateMismatchError, UnserialisableError
 from torchrelay.state.capture import TrainingState
 from torchrelay.state.checkpointer import Checkpointer
+from torchrelay.state.rng import derive_rng
 from torchrelay.store import open_store
 
 
@@ -28,7 +29,7 @@ class _Program:
     """A small training program: dropout, AdamW, a schedule, noise from three generators."""
 
     def __init__(self, store: str, *, run: str = "r", width: int = 16) -> None:
-        torch.manual_seed(1)
+        derive_rng("test", step=0, rank=0)
         self.model = nn.Sequential(nn.Linear(4, width), nn.Dropout(0.3), nn.Tanh(), nn.Linear(width, 1))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.scheduler = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, max_lr=0.05, total_steps=100)

@@ -113,7 +113,7 @@ class Checkpointer:
         """
         began = time.monotonic()
         if self._pending is not None:
-            self._pending.wait_written()
+            self._pending.settle()
         if self._fenced is not None:
             raise self._fenced
         captured = self._state.capture(step)

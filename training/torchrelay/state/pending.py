@@ -45,6 +45,11 @@ class PendingCheckpoint:
         """Wait until this rank's shard is in the store."""
         self._wait("written", timeout_s)
 
+    def settle(self) -> None:
+        """Wait until the staging memory is free: written, or failed. Never raises; ``result`` tells what happened."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.written)
+
     def result(self, timeout_s: float | None = None) -> int:
         """Wait for the commit (on ranks other than 0: for the own shard to be written) and return the step.
 

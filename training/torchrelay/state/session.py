@@ -92,6 +92,7 @@ class Session:
         if self._own is None:
             return
         if self._courier is not None:
+            self._courier.terminate()  # dismisses it: it finishes what is staged, but waits for no rank
             self._courier.wait(timeout=self.request.drain_s + 10.0)
         shutil.rmtree(self._folder, ignore_errors=True)
 
