@@ -18,7 +18,7 @@ import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from torchrelay.errors import ConfigError
 
@@ -39,6 +39,10 @@ _RUN_ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,79}")
 _T = TypeVar("_T")
 
 
+# Read by pydantic where it makes the run form from these classes: a field we do not know is refused, not dropped in silence.
+_FORM = {"extra": "forbid"}
+
+
 def _f(position: int, description: str, **schema: object) -> dict[str, object]:
     """Metadata of one field. ``position`` keeps our order in the run form, which otherwise sorts by name."""
     return {"description": description, "json_schema_extra": {"position": position, **schema}}
@@ -52,6 +56,8 @@ def _require(holds: bool, message: str) -> None:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunSpec:
     """What is trained. Immutable for the life of a run: the same values give the same numbers, bit for bit."""
+
+    __pydantic_config__: ClassVar[Mapping[str, str]] = _FORM
 
     run_id: str = field(
         metadata=_f(1, "Name of the run: lower case letters, digits, dot, dash, underscore; at most 80.")
@@ -96,6 +102,8 @@ class RunSpec:
 class WorldSpec:
     """Who trains it: processes and devices of this start. May change from start to start."""
 
+    __pydantic_config__: ClassVar[Mapping[str, str]] = _FORM
+
     ranks: int = field(default=1, metadata=_f(1, "Rank processes on this host (data parallel)."))
     device: str = field(default="cpu", metadata=_f(2, "Device of the ranks.", enum=["cpu", "cuda"]))
     threads_per_rank: int = field(
@@ -113,6 +121,8 @@ class WorldSpec:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveSpec:
     """When to save."""
+
+    __pydantic_config__: ClassVar[Mapping[str, str]] = _FORM
 
     interval_steps: int = field(
         default=50, metadata=_f(1, "Steps between checkpoints; a failure loses at most about this many.")
@@ -141,6 +151,8 @@ class SaveSpec:
 class FaultSpec:
     """How failures are met. Times in seconds."""
 
+    __pydantic_config__: ClassVar[Mapping[str, str]] = _FORM
+
     lease_s: float = field(default=15.0, metadata=_f(1, "A generation whose lease did not change for so long is dead."))
     start_timeout_s: float = field(default=300.0, metadata=_f(2, "Limit from launch to the first step."))
     collective_timeout_s: float = field(default=120.0, metadata=_f(3, "Limit of one collective operation."))
@@ -165,6 +177,8 @@ class FaultSpec:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainSpec:
     """Everything one start of a run needs; the single parameter of the ``train`` flow."""
+
+    __pydantic_config__: ClassVar[Mapping[str, str]] = _FORM
 
     run: RunSpec = field(metadata=_f(1, "What is trained; never changes during a run."))
     segment_steps: int = field(default=200, metadata=_f(2, "Optimizer steps of one segment (one retriable task)."))
