@@ -1,0 +1,1 @@
+"""Prefect flows. They only order tasks; loading one never loads torch."""
