@@ -132,8 +132,9 @@ class Gang:
             now = time.monotonic()
             if all(child.code is not None for child in self._ranks):
                 # A rank that was asked to stop before it could listen ends by the signal itself.
-                asked = stop_since and all(child.code in (0, EXIT_PREEMPTED, -signal.SIGTERM) for child in self._ranks)
-                return Cause(kind="preempted") if asked else None
+                codes = {child.code for child in self._ranks}
+                early = stop_since and -signal.SIGTERM in codes and codes <= {0, EXIT_PREEMPTED, -signal.SIGTERM}
+                return Cause(kind="preempted") if early else None
             if self._first_failure() is not None and now - (self._first_failure() or now) > _SETTLE_S:
                 return None
             if self.stop_requested() and not stop_since:
@@ -170,7 +171,8 @@ class Gang:
     def _couriers_failed(self) -> bool:
         """Start couriers again that died while their rank lives; True if one dies for ever."""
         for index, child in enumerate(self._couriers):
-            if child.code is None or self._ranks[index].code is not None:
+            # One that ended with 0 was let go by its rank, which is about to end too.
+            if child.code in (None, 0) or self._ranks[index].code is not None:
                 continue
             tries = self._restarts[index] = self._restarts.get(index, 0) + 1
             if tries > _COURIER_RESTARTS:

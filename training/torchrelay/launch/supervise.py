@@ -218,7 +218,7 @@ def _run_claim(
         generation=claim.generation,
         folder=folder,
         on_event=on_event,
-        tick=lambda: keeper.tick(),
+        tick=lambda: keeper.tick(),  # noqa: PLW0108 - the keeper is made after the gang it reports on
         stop_requested=stop_requested,
         commands=commands or GangCommands(),
     )
