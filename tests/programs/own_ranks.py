@@ -26,7 +26,7 @@ def main(store: str, run: str, steps: int, interval: int, fatal: int = -1) -> No
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
-    derive_rng("weights", step=0, rank=0)
+    derive_rng(1, step=0, rank=0)
     model = nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.2), nn.GELU(), nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
@@ -36,7 +36,7 @@ def main(store: str, run: str, steps: int, interval: int, fatal: int = -1) -> No
     with Checkpointer(state, run=run, store=store) as checkpointer:
         restored = checkpointer.restore()
         if restored is None:
-            derive_rng("start", step=0, rank=rank)
+            derive_rng(2, step=0, rank=rank)
         first = restored.step if restored else 0
         batches = iter(sampler)
         for step in range(first, steps):

@@ -107,15 +107,15 @@ def test_rng_of_all_three_libraries_continues() -> None:
 
 
 def test_derived_streams_differ_by_rank_and_step_and_repeat() -> None:
-    """The rule for a changed world size is a function of (run, step, rank)."""
+    """The rule for a changed world size is a function of (seed, step, rank)."""
 
-    def draw(run: str, step: int, rank: int) -> tuple[float, float, float]:
-        derive_rng(run, step=step, rank=rank)
+    def draw(seed: int, step: int, rank: int) -> tuple[float, float, float]:
+        derive_rng(seed, step=step, rank=rank)
         return random.random(), float(np.random.rand()), float(torch.rand(1))
 
-    draws = {draw("r", step, rank) for step in (0, 1) for rank in (0, 1, 2)}
+    draws = {draw(7, step, rank) for step in (0, 1) for rank in (0, 1, 2)}
     assert len(draws) == 6
-    assert draw("r", 1, 2) in draws
+    assert draw(7, 1, 2) in draws
 
 
 def test_a_program_that_does_not_fit_is_refused_before_anything_is_read() -> None:
@@ -123,12 +123,16 @@ def test_a_program_that_does_not_fit_is_refused_before_anything_is_read() -> Non
     saved = TrainingState(model=nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)))
     captured, table = saved.capture(1), _table(saved)
     wrong_shape = TrainingState(model=nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 1)))
-    with pytest.raises(StateMismatchError, match=r"model\.0\.weight is float32\[3, 2\] in the checkpoint, float32\[4, 2\] here"):
+    with pytest.raises(
+        StateMismatchError, match=r"model\.0\.weight is float32\[3, 2\] in the checkpoint, float32\[4, 2\] here"
+    ):
         wrong_shape.check_fits(table, captured.skeleton)
     wrong_type = TrainingState(model=nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)).double())
     with pytest.raises(StateMismatchError, match="float64"):
         wrong_type.check_fits(table, captured.skeleton)
-    more = TrainingState(model=nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1), nn.Linear(1, 1)), extra={"other": _Holder(1)})
+    more = TrainingState(
+        model=nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1), nn.Linear(1, 1)), extra={"other": _Holder(1)}
+    )
     with pytest.raises(StateMismatchError, match=r"no 'other'.*2\.weight is not in the checkpoint"):
         more.check_fits(table, captured.skeleton)
 

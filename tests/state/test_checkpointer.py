@@ -29,12 +29,14 @@ class _Program:
     """A small training program: dropout, AdamW, a schedule, noise from three generators."""
 
     def __init__(self, store: str, *, run: str = "r", width: int = 16) -> None:
-        derive_rng("test", step=0, rank=0)
+        derive_rng(1, step=0, rank=0)
         self.model = nn.Sequential(nn.Linear(4, width), nn.Dropout(0.3), nn.Tanh(), nn.Linear(width, 1))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.scheduler = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, max_lr=0.05, total_steps=100)
         self.sampler = ElasticSampler(DatasetVersion("d", "0" * 64, 50), global_batch=4, seed=3)
-        self.state = TrainingState(model=self.model, optimizer=self.optimizer, scheduler=self.scheduler, sampler=self.sampler)
+        self.state = TrainingState(
+            model=self.model, optimizer=self.optimizer, scheduler=self.scheduler, sampler=self.sampler
+        )
         self.checkpointer = Checkpointer(self.state, run=run, store=store)
 
     def train(self, first: int, last: int, on_step: Callable[[int], None] = lambda step: None) -> list[float]:
@@ -218,4 +220,8 @@ def test_memory_is_given_back(store: str) -> None:
     program.train(1, 8, lambda step: program.checkpointer.save(step).result(60) and None)
     assert len(os.listdir("/proc/self/fd")) <= before
     program.checkpointer.close()
-    wait_until(lambda: program.checkpointer._session._courier is None or program.checkpointer._session._courier.poll() is not None)
+    wait_until(
+        lambda: (
+            program.checkpointer._session._courier is None or program.checkpointer._session._courier.poll() is not None
+        )
+    )

@@ -16,7 +16,12 @@ _PROGRAM = Path(__file__).parent.parent / "programs" / "own_ranks.py"
 
 def _run(ranks: int, *words: object) -> tuple[dict[str, str], list[int]]:
     """Run the program on some ranks; return what rank 0 printed (last value of each name) and the exit codes."""
-    base = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
+    base = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": str(ranks),
+        "OMP_NUM_THREADS": "1",
+    }
     folder = str(_PROGRAM.parent.parent.parent)
     processes = [
         subprocess.Popen(

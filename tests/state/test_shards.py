@@ -18,7 +18,11 @@ _TABLES = st.dictionaries(
 @given(_TABLES, st.integers(1, 9))
 def test_every_byte_belongs_to_exactly_one_rank(table: dict[str, TensorMeta], world_size: int) -> None:
     """Whatever the tensors and the number of ranks, the slices of all ranks tile every tensor."""
-    slices = [part for rank in range(world_size) for part in plan_shard(table, rank=rank, world_size=world_size, chunk_bytes=48).slices]
+    slices = [
+        part
+        for rank in range(world_size)
+        for part in plan_shard(table, rank=rank, world_size=world_size, chunk_bytes=48).slices
+    ]
     for name, meta in table.items():
         position = 0
         for part in sorted((part for part in slices if part.tensor == name), key=lambda part: part.start):

@@ -144,7 +144,7 @@ def _run(request: GenerationRequest, spec: TrainSpec, reporter: _Reporter, stop:
         with Checkpointer(state, run=spec.run) as checkpointer:
             restored = checkpointer.restore()
             if restored is None:
-                derive_rng(request.run_id, step=0, rank=rank)
+                derive_rng(spec.run.seed, step=0, rank=rank)
             _tell_start(reporter, restored)
             first_step = restored.step if restored else 0
             loader = elastic_loader(job.dataset, sampler, num_workers=spec.world.loader_workers, collate_fn=job.collate)

@@ -201,9 +201,9 @@ class Checkpointer:
                     f"per-rank state of {manifest.world_size} ranks cannot be given to {session.world_size}",
                     hint=f"start with {manifest.world_size} ranks",
                 )
-            derive_rng(session.request.run_id, step=manifest.ref.step, rank=session.rank)
+            derive_rng(session.seed, step=manifest.ref.step, rank=session.rank)
             notices.append(
-                f"world size changed from {manifest.world_size} to {session.world_size}: RNG streams derived anew from (run, step, rank)"
+                f"world size changed from {manifest.world_size} to {session.world_size}: RNG streams derived anew from (seed, step, rank)"
             )
         return Restored(
             step=manifest.ref.step,

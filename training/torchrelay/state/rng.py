@@ -1,7 +1,7 @@
 """Random number generators of a rank: Python, NumPy, torch on the CPU and on every device.
 
 At the same world size each rank gets exactly its own streams back. When the world size has changed there is no stream to give
-back; new ones are derived by rule from (run, step, rank), so that the same change always gives the same numbers.
+back; new ones are derived by rule from (seed, step, rank), so that the same change always gives the same numbers.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def restore_rng(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(device_state, index)
 
 
-def derive_rng(run_id: str, *, step: int, rank: int) -> None:
-    """Seed all generators of this process from SHA-256 over (run, step, rank)."""
-    seed = hashlib.sha256(f"torchrelay/rng/1\n{run_id}\n{step}\n{rank}".encode()).digest()
-    random.seed(seed)
-    np.random.seed(np.frombuffer(seed, np.uint32))
-    torch.manual_seed(int.from_bytes(seed[:8], "little") >> 1)  # seeds every device too
+def derive_rng(seed: int, *, step: int, rank: int) -> None:
+    """Seed all generators of this process from SHA-256 over (seed of the run, step, rank)."""
+    digest = hashlib.sha256(f"torchrelay/rng/1\n{seed}\n{step}\n{rank}".encode()).digest()
+    random.seed(digest)
+    np.random.seed(np.frombuffer(digest, np.uint32))
+    torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)  # seeds every device too

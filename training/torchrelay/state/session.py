@@ -43,6 +43,7 @@ class Session:
         self._courier: subprocess.Popen[bytes] | None = None
         local = rank if own else int(os.environ.get("LOCAL_RANK", rank))
         self.courier_path = folder / f"courier-{local}.sock"
+        self.seed: int = request.spec["run"]["seed"] if "run" in request.spec else int(request.spec.get("seed", 0))
         digest = (request.spec.get("digest") or RunSpec(**request.spec["run"]).digest()) if request.spec else ""
         self.spec_digest: str = digest
 
@@ -133,7 +134,7 @@ def _claim(store: ObjectStore, spec: RunSpec, *, world_size: int, drain_s: float
         generation=claim.generation,
         begin_key=claim.begin_key,
         store_url=store.url,
-        spec={"digest": spec.digest()},
+        spec={"digest": spec.digest(), "seed": spec.seed},
         drain_s=drain_s,
         lease_s=_OWN_LEASE_S,
     )
