@@ -47,6 +47,7 @@ async def _queues(hosts: Sequence[str]) -> None:
 def main(hosts: Sequence[str]) -> int:
     """Set up the queues of these hosts and every deployment; return the exit code."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # one line per request otherwise
     if not hosts:
         log.error("usage: python -m infra.setup HOST [HOST ...]")
         return 64
