@@ -45,7 +45,7 @@ class MemoryStore:
     ) -> memoryview:
         """Return a view of the object's bytes, or copy them into the given buffer."""
         with self._lock:
-            if key not in self._objects:
+            if check_key(key) not in self._objects:
                 raise NotFoundError(f"no object {key}")
             body = memoryview(self._objects[key][0])
         wanted = length if length is not None else (len(into) if into is not None else max(0, len(body) - offset))
