@@ -44,7 +44,7 @@ def main() -> None:
             x, y = next(batches)
             loss = nn.functional.mse_loss(model(x), y)
             optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             optimizer.step()
             scheduler.step()
             if (step + 1) % 25 == 0:

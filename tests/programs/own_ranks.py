@@ -27,7 +27,9 @@ def main(store: str, run: str, steps: int, interval: int, fatal: int = -1) -> No
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     derive_rng(1, step=0, rank=0)
-    model = nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.2), nn.GELU(), nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 1))
+    model = nn.Sequential(
+        nn.Linear(8, 64), nn.Dropout(0.2), nn.GELU(), nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 1)
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     sampler = ElasticSampler(DatasetVersion("d", "1" * 64, 40), global_batch=12, seed=5, rank=rank, world_size=world)
@@ -43,7 +45,7 @@ def main(store: str, run: str, steps: int, interval: int, fatal: int = -1) -> No
             ids = torch.tensor([int(key) for key in next(batches)], dtype=torch.float32)
             loss = (ddp(torch.sin(ids[:, None] * torch.arange(1, 9))) ** 2).mean()
             optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             optimizer.step()
             scheduler.step()
             if rank == 0:

@@ -39,13 +39,13 @@ class _Program:
         )
         self.checkpointer = Checkpointer(self.state, run=run, store=store)
 
-    def train(self, first: int, last: int, on_step: Callable[[int], None] = lambda step: None) -> list[float]:
+    def train(self, first: int, last: int, on_step: Callable[[int], object] = lambda step: None) -> list[float]:
         losses = []
         for step in range(first, last):
             noise = random.random() + float(np.random.rand())
             loss = (self.model(torch.randn(4, 4) + noise) ** 2).mean()
             self.optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             self.optimizer.step()
             self.scheduler.step()
             losses.append(loss.item())
@@ -140,7 +140,7 @@ def test_a_damaged_newest_checkpoint_is_stepped_over(store: str, tmp_path: Path)
     """A flipped bit in a pack is found on load; the program goes on from the checkpoint before."""
     program = _Program(store)
     program.checkpointer.restore()
-    program.train(0, 2, lambda step: program.checkpointer.save(step).result(60) and None)
+    program.train(0, 2, lambda step: program.checkpointer.save(step).result(60))
     program.checkpointer.close()
     packs = open_store(store).list(packs_prefix("r")).objects
     newest = max(packs, key=lambda item: item.modified_s)
@@ -217,7 +217,7 @@ def test_memory_is_given_back(store: str) -> None:
     program.checkpointer.restore()
     program.checkpointer.save(1).result(60)
     before = len(os.listdir("/proc/self/fd"))
-    program.train(1, 8, lambda step: program.checkpointer.save(step).result(60) and None)
+    program.train(1, 8, lambda step: program.checkpointer.save(step).result(60))
     assert len(os.listdir("/proc/self/fd")) <= before
     program.checkpointer.close()
     wait_until(
