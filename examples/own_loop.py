@@ -2,7 +2,8 @@
 
     python examples/own_loop.py --store file:///tmp/own-loop --steps 300
 
-Stop it however you like (Ctrl-C, kill -9) and run it again: it goes on from the last committed step, with the numbers of a run that was never stopped.
+Stop it however you like (Ctrl-C, kill -9) and run it again: it goes on from the last committed step, with the numbers of a run that
+was never stopped.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def main() -> None:
             x, y = next(batches)
             loss = nn.functional.mse_loss(model(x), y)
             optimizer.zero_grad()
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             scheduler.step()
             if (step + 1) % 25 == 0:
