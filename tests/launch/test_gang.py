@@ -205,22 +205,14 @@ def test_a_courier_that_dies_for_ever_ends_the_generation(tmp_path: Path) -> Non
 
 def test_couriers_get_time_to_finish_and_no_more(tmp_path: Path) -> None:
     """A courier that has something staged may go on after its rank; one that hangs is killed."""
-    courier = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nuntil(f'{W}/done')\nopen(f'{W}/late-{RANK}', 'w').close()"
-    run = _Run(
-        tmp_path,
-        "phase(2, 1)\nopen(f'{W}/done', 'w').close()\nos.kill(os.getpid(), signal.SIGKILL)",
-        courier=courier,
-        ranks=1,
-    )
-    assert run.end().kind == "killed"
+    deaf = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nopen(f'{W}/deaf', 'w').close()\n"
+    late = deaf + "until(f'{W}/done')\nopen(f'{W}/late-{RANK}', 'w').close()"
+    rank = "phase(2, 1)\nuntil(f'{W}/deaf')\nopen(f'{W}/done', 'w').close()\nos.kill(os.getpid(), signal.SIGKILL)"
+    assert _Run(tmp_path, rank, courier=late, ranks=1).end().kind == "killed"
     assert (tmp_path / "late-0").exists()
     (tmp_path / "second").mkdir()
     hanging = _Run(
-        tmp_path / "second",
-        "phase(2, 1)",
-        courier="signal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(600)",
-        ranks=1,
-        drain_s=0.5,
+        tmp_path / "second", "phase(2, 1)\nuntil(f'{W}/deaf')", courier=deaf + "time.sleep(600)", ranks=1, drain_s=0.5
     )
     assert hanging.end().kind == "completed"
 
