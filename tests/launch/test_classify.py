@@ -80,9 +80,11 @@ def test_a_rank_that_ended_itself_by_the_pulse_is_fenced() -> None:
 
 
 def test_ranks_killed_by_the_launcher_say_nothing() -> None:
-    """Only the one that failed by itself counts."""
+    """Only the one that failed by itself counts, unless a report shows that it had failed and was only slow to end."""
     cause = classify([_exit(0, -9, 0.6, ours=True), _exit(1, 3, 0.0)])
     assert (cause.kind, cause.rank, cause.fingerprint) == ("exception", 1, "exit-3")
+    slow = _exit(1, -9, 0.6, ours=True, report=_report("MemoryError"))
+    assert classify([_exit(0, 1, report=_report("RuntimeError", distributed=True)), slow]).kind == "oom"
 
 
 def test_fingerprints_ignore_library_frames_but_survive_without_others() -> None:

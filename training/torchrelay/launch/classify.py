@@ -40,7 +40,7 @@ _LIBRARY = ("torch.", "torchrelay.segment", "torchrelay.worker", "torchrelay.sta
 class RankExit:
     """End of one rank: ``code`` as subprocess gives it (negative = signal), seconds since the first end, its report if it left one.
 
-    ``ours`` marks ranks that the launcher itself has killed: those say nothing.
+    ``ours`` marks ranks that the launcher itself must kill: those say nothing, unless they have left a report and were only slow to end.
     """
 
     rank: int
@@ -69,7 +69,7 @@ def classify(exits: Sequence[RankExit], *, oom_kills: int = 0) -> Cause:
         preempted = any(item.code == EXIT_PREEMPTED for item in exits)
         return Cause(kind="preempted" if preempted else "completed")
     failed = sorted(
-        (item for item in exits if not item.ours and item.code not in (0, EXIT_PREEMPTED)),
+        (item for item in exits if item.code not in (0, EXIT_PREEMPTED) and (item.report or not item.ours)),
         key=lambda item: (_rank_of_kind(item), item.after_s),
     )
     if not failed:
@@ -87,7 +87,7 @@ def fingerprint(report: Mapping[str, Any]) -> str:
 def _rank_of_kind(item: RankExit) -> int:
     if item.report.get("kind") in _OWN_KINDS or item.code == EXIT_FENCED:
         return 0
-    if item.code < 0:
+    if item.code < 0 and not item.ours:
         return 1
     if item.report and not item.report.get("distributed"):
         return 2
@@ -97,7 +97,7 @@ def _rank_of_kind(item: RankExit) -> int:
 def _describe(item: RankExit, *, oom_kills: int, started: bool) -> Cause:
     """Put one rank's end into words."""
     failure = "exception" if started else "startup"
-    if item.code < 0:
+    if item.code < 0 and not item.ours:
         kind, text = "killed", f"rank {item.rank} was killed by {_signal_name(-item.code)} at step {item.step}"
         if -item.code == signal.SIGKILL and oom_kills:
             kind, text = "oom", f"rank {item.rank} was killed by the kernel because memory ran out"

@@ -186,19 +186,23 @@ class Gang:
         return False
 
     def _rank_exits(self) -> list[RankExit]:
-        first = min(self._ends.values(), default=0.0)
-        return [
-            RankExit(
-                rank=child.rank,
-                code=child.code if child.code is not None else 0 - signal.SIGKILL,
-                after_s=self._ends.get(child.rank, time.monotonic()) - first,
-                ours=child.code is None,
-                step=int(self._page(child.rank)[1]),
-                reached_step=self._page(child.rank)[0] >= _STEP_PHASE,
-                report=self._report(child.rank),
+        now = time.monotonic()
+        first = min(self._ends.values(), default=now)
+        exits = []
+        for child in self._ranks:
+            code, report = child.code, self._report(child.rank)
+            exits.append(
+                RankExit(
+                    rank=child.rank,
+                    code=-signal.SIGKILL if code is None else code,
+                    after_s=self._ends.get(child.rank, now) - first,
+                    ours=code is None,
+                    step=int(self._page(child.rank)[1]),
+                    reached_step=self._page(child.rank)[0] >= _STEP_PHASE,
+                    report=report,
+                )
             )
-            for child in self._ranks
-        ]
+        return exits
 
     def _end_ranks(self) -> None:
         for child in self._ranks:
