@@ -44,15 +44,32 @@ class PrefectServer:
     @property
     def environ(self) -> dict[str, str]:
         """What a process needs to use this server."""
-        return {**_QUIET, "PREFECT_HOME": str(self.home), "PREFECT_API_URL": self.url, "PREFECT_PROFILES_PATH": str(self.home / "none")}
+        return {
+            **_QUIET,
+            "PREFECT_HOME": str(self.home),
+            "PREFECT_API_URL": self.url,
+            "PREFECT_PROFILES_PATH": str(self.home / "none"),
+        }
 
     def start(self) -> None:
         """Start it and wait until its database answers."""
-        command = [sys.executable, "-m", "uvicorn", "--factory", "prefect.server.api.server:create_app", "--host", "127.0.0.1"]
+        command = [
+            sys.executable,
+            "-m",
+            "uvicorn",
+            "--factory",
+            "prefect.server.api.server:create_app",
+            "--host",
+            "127.0.0.1",
+        ]
         with (self.home / "server.log").open("ab") as log:
             self._process = subprocess.Popen(
                 [*command, "--port", str(self.port), "--log-level", "warning"],
-                env={**os.environ, **self.environ, "PREFECT_SERVER_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{self.home}/prefect.db"},
+                env={
+                    **os.environ,
+                    **self.environ,
+                    "PREFECT_SERVER_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{self.home}/prefect.db",
+                },
                 stdout=log,
                 stderr=log,
                 cwd=self.home,
@@ -62,9 +79,9 @@ class PrefectServer:
 
     def stop(self) -> None:
         """Stop it as a power cut would."""
-        assert self._process is not None
-        self._process.kill()
-        self._process.wait()
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
 
     def _ready(self) -> bool:
         assert self._process is not None
@@ -85,7 +102,12 @@ def _template() -> Path:
         scratch = _TEMPLATES / f"making-{os.getpid()}"
         scratch.mkdir()
         database = f"sqlite+aiosqlite:///{scratch}/prefect.db"
-        environ = {**os.environ, **_QUIET, "PREFECT_HOME": str(scratch), "PREFECT_SERVER_DATABASE_CONNECTION_URL": database}
+        environ = {
+            **os.environ,
+            **_QUIET,
+            "PREFECT_HOME": str(scratch),
+            "PREFECT_SERVER_DATABASE_CONNECTION_URL": database,
+        }
         command = [sys.executable, "-m", "prefect", "server", "database", "upgrade", "--yes"]
         subprocess.run(command, env=environ, check=True, capture_output=True, timeout=120, cwd=scratch)
         (scratch / "prefect.db").rename(path)
@@ -99,8 +121,8 @@ def prefect_server(home: Path) -> Iterator[PrefectServer]:
     home.mkdir(parents=True, exist_ok=True)
     shutil.copy(_template(), home / "prefect.db")
     server = PrefectServer(home)
-    server.start()
     try:
+        server.start()
         yield server
     finally:
         server.stop()
@@ -111,6 +133,16 @@ def session_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prefect
     """The server all tests of a session share."""
     with prefect_server(tmp_path_factory.mktemp("prefect")) as server:
         yield server
+        _drain()
+
+
+def _drain() -> None:
+    """Let Prefect's background threads deliver before their server goes; at exit they would try for a minute."""
+    from prefect.events.worker import EventsWorker
+    from prefect.logging.handlers import APILogWorker
+
+    APILogWorker.drain_all(timeout=10)
+    EventsWorker.drain_all(timeout=10)
 
 
 @pytest.fixture
