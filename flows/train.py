@@ -17,9 +17,10 @@ from prefect.states import Completed, Failed
 
 from tasks.report import Reporter, RunPage
 from tasks.segment import RelayRun, segment_task
-from tasks.status import Position, open_run_store, read_position
+from tasks.status import open_run_store, read_position
 from torchrelay.config import TrainSpec
 from torchrelay.errors import TorchrelayError
+from torchrelay.relay import Position
 
 __all__ = ["train"]
 

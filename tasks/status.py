@@ -6,23 +6,14 @@ Prefect's states, caches and results are never consulted: a flow run may crash, 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 
-from torchrelay.checkpoint.generation import open_run
+from torchrelay import relay
 from torchrelay.config import TrainSpec
-from torchrelay.relay import RunStatus, SegmentPlan, plan_segment, read_status
+from torchrelay.relay import Position
 from torchrelay.store import open_store
 from torchrelay.store.base import ObjectStore
 
-__all__ = ["Position", "open_run_store", "read_position"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Position:
-    """What the store says, and the segment that follows from it; no plan means that the run is finished."""
-
-    status: RunStatus
-    plan: SegmentPlan | None
+__all__ = ["open_run_store", "read_position"]
 
 
 async def open_run_store(spec: TrainSpec) -> ObjectStore:
@@ -32,11 +23,4 @@ async def open_run_store(spec: TrainSpec) -> ObjectStore:
 
 async def read_position(store: ObjectStore, spec: TrainSpec) -> Position:
     """Read where the run stands. Raises RunMismatchError, naming the difference, if the run exists with another spec."""
-    return await asyncio.to_thread(_read, store, spec)
-
-
-def _read(store: ObjectStore, spec: TrainSpec) -> Position:
-    status = read_status(store, spec.run.run_id)
-    if status.exists:
-        open_run(store, spec.run, provenance={})  # only compares: the run is there
-    return Position(status=status, plan=plan_segment(spec, status.committed_step))
+    return await asyncio.to_thread(relay.read_position, store, spec)

@@ -202,17 +202,12 @@ class TrainSpec:
         _require("@" not in self.store, "store must not contain credentials; they come from the environment")
 
 
-def load_spec(path: Path, overrides: Mapping[str, Any] | None = None) -> TrainSpec:
-    """Read a TrainSpec from a TOML file; ``overrides`` maps dotted field names to values and wins.
+def load_spec(path: Path | None, overrides: Mapping[str, Any] | None = None) -> TrainSpec:
+    """Read a TrainSpec from a TOML file (None: from the defaults); ``overrides`` maps dotted field names to values and wins.
 
     Raises ConfigError that names the file, the field, and the nearest valid name.
     """
-    try:
-        tree = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"no such spec file: {path}", hint="torchrelay train --help shows an example") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    tree = _read_toml(path) if path is not None else {}
     for dotted, value in (overrides or {}).items():
         *folders, leaf = dotted.split(".")
         node = tree
@@ -221,7 +216,18 @@ def load_spec(path: Path, overrides: Mapping[str, Any] | None = None) -> TrainSp
             if not isinstance(node, dict):
                 raise ConfigError(f"{folder} in {dotted} is a value, not a table")
         node[leaf] = value
-    return parse_spec(tree, where=str(path))
+    return parse_spec(tree, where=str(path or "command line"))
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"no such spec file: {path}", hint="torchrelay train --help shows an example") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
 
 
 def parse_spec(tree: Mapping[str, Any], *, where: str = "spec") -> TrainSpec:
@@ -254,7 +260,7 @@ def _parse(cls: type[_T], tree: object, where: str) -> _T:
 
 
 def _value(hint: Any, value: object, where: str) -> Any:
-    if dataclasses.is_dataclass(hint):
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         return _parse(hint, value, where)
     wanted = typing.get_origin(hint) or hint
     if wanted is float and type(value) is int:

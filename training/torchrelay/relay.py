@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from torchrelay.checkpoint.generation import read_lease, read_run
+from torchrelay.checkpoint.generation import open_run, read_lease, read_run
 from torchrelay.checkpoint.history import Generation, History, read_history
 from torchrelay.checkpoint.layout import generations_prefix, parse_generation_key
 from torchrelay.config import TrainSpec
@@ -19,14 +19,18 @@ from torchrelay.errors import CorruptionError, NotFoundError
 from torchrelay.store.base import ObjectStore
 
 __all__ = [
+    "FINAL_KINDS",
+    "FREE_KINDS",
     "GenerationSummary",
     "Outcome",
+    "Position",
     "Retry",
     "RunStatus",
     "SegmentPlan",
     "Stop",
     "judge",
     "plan_segment",
+    "read_position",
     "read_status",
 ]
 
@@ -117,6 +121,14 @@ class SegmentPlan:
     stop_step: int
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Position:
+    """Where a run stands, and the segment that follows from it; no plan means that the run is finished."""
+
+    status: RunStatus
+    plan: SegmentPlan | None
+
+
 @dataclass(frozen=True, slots=True)
 class Retry:
     """Start another generation after this delay."""
@@ -148,6 +160,14 @@ def read_status(store: ObjectStore, run_id: str) -> RunStatus:
         total_steps=total,
         generations=_summaries(store, run_id, history),
     )
+
+
+def read_position(store: ObjectStore, spec: TrainSpec) -> Position:
+    """Read where the run of ``spec`` stands. Raises RunMismatchError, naming the difference, if the run exists with another spec."""
+    status = read_status(store, spec.run.run_id)
+    if status.exists:
+        open_run(store, spec.run, provenance={})  # only compares: the run is there
+    return Position(status=status, plan=plan_segment(spec, status.committed_step))
 
 
 def plan_segment(spec: TrainSpec, committed_step: int) -> SegmentPlan | None:

@@ -22,6 +22,7 @@ from torchrelay.checkpoint.layout import (
     generation_key,
     lease_key,
     run_key,
+    runs_prefix,
 )
 from torchrelay.checkpoint.reader import load_manifest, mark_damaged
 from torchrelay.checkpoint.sealed import seal, unseal
@@ -34,6 +35,7 @@ __all__ = [
     "GenerationClaim",
     "Lease",
     "LeaseState",
+    "list_runs",
     "open_run",
     "read_lease",
     "read_run",
@@ -113,6 +115,17 @@ def open_run(store: ObjectStore, spec: RunSpec, *, provenance: Mapping[str, Any]
         f"run {spec.run_id!r} exists with another spec ({'; '.join(differs)})",
         hint="use the run's own values to continue it, or another run_id to start a new one",
     )
+
+
+def list_runs(store: ObjectStore) -> list[str]:
+    """Return the names of all runs, sorted: two small calls per run, however many checkpoints they have."""
+    found, after = [], ""
+    while objects := store.list(runs_prefix(), after=after, limit=1).objects:
+        run_id = objects[0].key.removeprefix(runs_prefix()).partition("/")[0]
+        if store.list(run_key(run_id), limit=1).objects:
+            found.append(run_id)
+        after = f"{runs_prefix()}{run_id}0"  # the character after "/": past everything of this run, before the next one
+    return sorted(found)
 
 
 def read_run(store: ObjectStore, run_id: str) -> dict[str, Any]:

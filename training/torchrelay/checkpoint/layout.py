@@ -30,6 +30,7 @@ __all__ = [
     "records_prefix",
     "run_key",
     "run_prefix",
+    "runs_prefix",
 ]
 
 CHUNK_BYTES = 4 * 2**20
@@ -91,9 +92,14 @@ class GenerationKey:
     token: str
 
 
+def runs_prefix() -> str:
+    """Folder of all runs."""
+    return "runs/"
+
+
 def run_prefix(run_id: str) -> str:
     """Everything of a run lies under this prefix."""
-    return f"runs/{run_id}/"
+    return f"{runs_prefix()}{run_id}/"
 
 
 def run_key(run_id: str) -> str:
