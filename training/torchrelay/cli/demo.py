@@ -26,7 +26,7 @@ from torchrelay.checkpoint.generation import read_lease
 from torchrelay.checkpoint.history import read_history
 from torchrelay.checkpoint.reader import load_manifest, loss_trace, read_tensors
 from torchrelay.cli.console import find_home, print_table, say, settings
-from torchrelay.cli.prefect_api import PrefectAPI
+from torchrelay.cli.prefect_api import FlowRun, PrefectAPI
 from torchrelay.cli.stack import up
 from torchrelay.config import RunSpec, SaveSpec, TrainSpec, WorldSpec, spec_to_dict
 from torchrelay.errors import TorchrelayError
@@ -44,20 +44,20 @@ def add_parsers(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "demo", help="train a small model, kill it twice, and prove that nothing was lost", description=__doc__
     )
-    parser.add_argument("--steps", type=int, default=300, help="optimizer steps (default: 300)")
+    parser.add_argument("--steps", type=int, default=450, help="optimizer steps (default: 450)")
     parser.add_argument("--ranks", type=int, default=2, help="rank processes (default: 2)")
     parser.set_defaults(handler=_demo)
 
 
 def _demo(args: argparse.Namespace) -> int:
     began = time.monotonic()
-    say("starting the object store and the Prefect server (torchrelay up)")
+    say("starting the object store, the Prefect server and the flows (torchrelay up)")
     up(find_home())
     environ = settings()
     store = open_store("", environ=environ)
     stamp = time.strftime("%H%M%S")
     spec = TrainSpec(
-        run=RunSpec(run_id=f"demo-{stamp}", total_steps=args.steps, global_batch=16),
+        run=RunSpec(run_id=f"demo-{stamp}", total_steps=args.steps, global_batch=24),
         segment_steps=max(1, args.steps // 2),
         world=WorldSpec(ranks=args.ranks),
         save=SaveSpec(interval_steps=max(1, args.steps // 15)),
@@ -79,30 +79,61 @@ def _demo(args: argparse.Namespace) -> int:
 
 def _broken_run(store: ObjectStore, spec: TrainSpec, environ: dict[str, str]) -> None:
     run, interval = spec.run.run_id, spec.save.interval_steps
-    say(
-        f"starting flow run train/train for {run}: {spec.run.total_steps} steps on {spec.world.ranks} ranks, a checkpoint every {interval} steps"
-    )
     prefect = PrefectAPI(environ)
-    say(f"watch it at {prefect.start(spec).url}")
-    _await(store, run, lambda status: status.committed_step >= 3 * interval, "the first checkpoints")
+    say(
+        f"starting the flow train for {run}: {spec.run.total_steps} steps on {spec.world.ranks} ranks, "
+        f"a checkpoint every {interval} steps"
+    )
+    flow_run = prefect.start(spec)
+    say(f"watch it at {flow_run.url}")
+    watch = _Watch(store, run, prefect, flow_run)
+    watch.until(lambda status: status.committed_step >= 3 * interval, "the first checkpoints")
     launcher = _launcher_pid(store, run)
     rank = _child(launcher, "torchrelay.worker")
-    step = read_status(store, run).committed_step
+    step = watch.step
     os.kill(rank, signal.SIGKILL)
     say(f"step {step} is committed: killed rank process {rank} with SIGKILL")
-    _await(store, run, lambda status: _went_on(status, launched=2, step=step), "the second generation to commit")
-    step = read_status(store, run).committed_step
+    watch.until(lambda status: len(status.generations) >= 2 and status.committed_step > step, "the next generation")
+    step = watch.step
     flow = _parent(_launcher_pid(store, run))
     os.kill(flow, signal.SIGKILL)
     say(f"step {step} is committed: killed the whole flow process {flow} with SIGKILL")
-    _await(store, run, lambda status: status.generations[-1].outcome is not None, "the orphaned launcher to stop")
+    watch.flow_run = None
+    watch.until(lambda status: status.generations[-1].outcome is not None, "the orphaned launcher to stop")
     say("starting the same spec again, as a schedule or a person would: the store knows where to go on")
-    prefect.start(spec)
-    _await(store, run, lambda status: status.finished, "the run to finish")
+    watch.flow_run = prefect.start(spec)
+    watch.until(lambda status: status.finished, "the run to finish")
 
 
-def _went_on(status: RunStatus, *, launched: int, step: int) -> bool:
-    return len(status.generations) >= launched and status.committed_step > step
+class _Watch:
+    """Waits for conditions of a run, shows each new committed step, and gives up at once when the flow run has ended badly."""
+
+    def __init__(self, store: ObjectStore, run: str, prefect: PrefectAPI, flow_run: FlowRun) -> None:
+        self._store, self._run, self._prefect = store, run, prefect
+        self.flow_run: FlowRun | None = flow_run
+        self.step = 0
+
+    def until(self, condition: Callable[[RunStatus], bool], what: str) -> None:
+        """Return when the condition holds. Raises TorchrelayError when the flow run failed, or after the deadline."""
+        deadline, asked = time.monotonic() + _DEADLINE_S, time.monotonic()
+        while True:
+            status = read_status(self._store, self._run)
+            if status.committed_step > self.step:
+                self.step = status.committed_step
+                say(f"  committed step {self.step}")
+            if status.generations and condition(status):
+                return
+            if time.monotonic() > deadline:
+                raise TorchrelayError(
+                    f"waited {_DEADLINE_S:.0f} s for {what}",
+                    hint=f"torchrelay show {self._run}; logs are in .torchrelay/logs",
+                )
+            if self.flow_run is not None and time.monotonic() - asked > 1:
+                asked = time.monotonic()
+                state = self._prefect.state(self.flow_run.id)
+                if state.ended and state.type != "COMPLETED":
+                    raise TorchrelayError(f"the flow run ended as {state.name}: {state.message}")
+            time.sleep(0.1)
 
 
 def _train_here(spec: TrainSpec, environ: dict[str, str]) -> None:
@@ -204,20 +235,3 @@ def _processes() -> Iterator[int]:
 
 def _parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[1])
-
-
-def _await(store: ObjectStore, run: str, condition: Callable[[RunStatus], bool], what: str) -> None:
-    """Watch the store until a condition holds; show each new committed step."""
-    deadline, shown = time.monotonic() + _DEADLINE_S, -1
-    while True:
-        status = read_status(store, run)
-        if status.committed_step > shown:
-            shown = status.committed_step
-            say(f"  committed step {shown}")
-        if status.exists and status.generations and condition(status):
-            return
-        if time.monotonic() > deadline:
-            raise TorchrelayError(
-                f"waited {_DEADLINE_S:.0f} s for {what}", hint=f"torchrelay show {run}; logs are in .torchrelay/logs"
-            )
-        time.sleep(0.2)

@@ -6,7 +6,6 @@ model falls from 5.5 to about 2.1 nats per byte within half a minute of one CPU 
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 import sysconfig
@@ -155,7 +154,7 @@ class ByteGPT(nn.Module):
         return logits
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # no slots: the scheduler keeps the attributes of its function in its state
 class _Schedule:
     """Factor of the learning rate: linear warm-up, then a cosine down to a tenth at the end of the run."""
 
