@@ -19,7 +19,7 @@ from prefect.tasks import Task
 
 from tasks.report import RunPage
 from tasks.status import read_position
-from torchrelay.attempt import Attempt, Event, Judge
+from torchrelay.attempt import Attempt, Event, Judge, restored_line
 from torchrelay.config import TrainSpec
 from torchrelay.errors import RetryableError, StoppedError, TorchrelayError
 from torchrelay.relay import Outcome, Retry, SegmentPlan, Stop
@@ -120,6 +120,8 @@ class _Watch:
                 number, begin, ranks = event.get("generation"), event.get("begin_step"), event.get("world_size")
                 self._say(logging.INFO, f"generation {number} begins at step {begin} on {ranks} ranks")
                 self._page.refresh()
+            case "restored":
+                self._say(logging.INFO, restored_line(event))
             case "progress" if time.monotonic() - self._told >= _LOG_EVERY_S:
                 self._told = time.monotonic()
                 self._say(logging.INFO, f"step {event.get('step')}, loss {event.get('loss')}")

