@@ -37,7 +37,7 @@ def _run(ranks: int, *words: object) -> tuple[dict[str, str], list[int]]:
     codes = [process.returncode for process in processes]
     lines = [line.rsplit(" ", 1) for line in printed[0][0].splitlines()]
     assert lines or any(codes), printed
-    return {name: value for name, value in lines}, codes
+    return dict(lines), codes
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -101,7 +101,8 @@ class SourceWindows:
 
 def _sources(root: Path) -> Iterator[Path]:
     for folder, below, files in os.walk(root):
-        below[:] = [name for name in below if name not in _SKIPPED]  # not even entered: site-packages may hold 100 000 files
+        # Not even entered: site-packages may hold 100 000 files.
+        below[:] = [name for name in below if name not in _SKIPPED]
         yield from (Path(folder, name) for name in files if name.endswith(".py"))
 
 
