@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import Bar, report
-from torchrelay.store.s3 import S3Config, S3Store
+from torchrelay.store.s3 import S3Store
+from torchrelay.store.s3_config import S3Config
 from torchrelay.testing.servers import SeaweedServer
 
 _OBJECT = 32 * 2**20

@@ -91,12 +91,10 @@ def test_a_bit_flipped_on_the_way_down_is_for_the_callers_hash(store: ObjectStor
 
 
 @pytest.mark.parametrize("fault", ["stall-up", "stall-down"])
-def test_a_stalled_transfer_ends_with_an_error(
-    seaweed: SeaweedServer, proxy: ChaosProxy, fault: Fault, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stalled_transfer_ends_with_an_error(seaweed: SeaweedServer, proxy: ChaosProxy, fault: Fault) -> None:
     """A peer that stops in the middle does not hold a call for ever."""
-    monkeypatch.setattr("torchrelay.store.s3._READ_S", 0.5)
-    store = seaweed.open("stall", endpoint=proxy.endpoint, policy=RetryPolicy(first_s=0.01, longest_s=0.1, base_s=20))
+    environ = {**seaweed.environ("stall"), "TORCHRELAY_S3_ENDPOINT": proxy.endpoint, "TORCHRELAY_S3_TIMEOUT_S": "0.5"}
+    store = open_store("", environ=environ, policy=RetryPolicy(first_s=0.01, longest_s=0.1, base_s=20))
     big = _BODY * 8  # more than the sockets' buffers hold
     proxy.add("PUT" if fault == "stall-up" else "GET", fault)
     store.put("k", big)

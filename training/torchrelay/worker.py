@@ -129,19 +129,10 @@ def _run(request: GenerationRequest, spec: TrainSpec, reporter: _Reporter, stop:
             rank=rank,
             world_size=world_size,
         )
-        state = TrainingState(
-            model=job.model,
-            optimizer=job.optimizer,
-            scheduler=job.scheduler,
-            sampler=sampler,
-            scaler=job.scaler,
-            ema=job.ema,
-            extra=job.extra,
-        )
         model = _parallel(job.model, device, world_size)
         model.train()
         reporter.phase("load", 0)
-        with Checkpointer(state, run=spec.run) as checkpointer:
+        with Checkpointer(_state(job, sampler), run=spec.run) as checkpointer:
             restored = checkpointer.restore()
             if restored is None:
                 derive_rng(spec.run.seed, step=0, rank=rank)
@@ -171,6 +162,18 @@ def _run(request: GenerationRequest, spec: TrainSpec, reporter: _Reporter, stop:
     finally:
         if dist.is_initialized() and sys.exc_info()[0] is None:
             dist.destroy_process_group()
+
+
+def _state(job: Job, sampler: ElasticSampler) -> TrainingState:
+    return TrainingState(
+        model=job.model,
+        optimizer=job.optimizer,
+        scheduler=job.scheduler,
+        sampler=sampler,
+        scaler=job.scaler,
+        ema=job.ema,
+        extra=job.extra,
+    )
 
 
 def _build(run: RunSpec, *, device: torch.device, rank: int, world_size: int) -> Job:

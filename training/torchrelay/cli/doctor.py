@@ -134,7 +134,8 @@ class _Examination:
         """Bucket, versioning and second key; returns the store as training will open it."""
         # Only here: a local folder needs no S3 client.
         from torchrelay.store import s3_admin
-        from torchrelay.store.s3 import S3Config, S3Store
+        from torchrelay.store.s3 import S3Store
+        from torchrelay.store.s3_config import S3Config
 
         config = S3Config.parse(self._url, self._environ)
         self.step = "bucket"

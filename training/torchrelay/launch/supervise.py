@@ -55,18 +55,22 @@ class _Figures:
     save_s: list[float] = field(default_factory=list)
     committed: int = 0
 
-    def take(self, event: dict[str, Any]) -> None:
+    def take(self, event: dict[str, Any]) -> dict[str, Any]:
+        """Note what an event says, and hand it on."""
         if event.get("event") != "saved":
-            return
+            return event
         if event.get("state") == "staged":
             self.stall_s.append(float(event.get("stall_s", 0.0)))
         if event.get("state") == "written":
             self.save_s.append(float(event.get("save_s", 0.0)))
         if event.get("state") == "committed":
             self.committed += 1
+        return event
 
-    def stats(self) -> dict[str, float]:
+    def stats(self, first_step_s: float | None) -> dict[str, float]:
         found: dict[str, float] = {"commits": float(self.committed)}
+        if first_step_s is not None:
+            found["first_step_s"] = round(first_step_s, 3)
         if self.stall_s:
             found |= {"stall_s_median": statistics.median(self.stall_s), "stall_s_max": max(self.stall_s)}
         if self.save_s:
@@ -209,15 +213,11 @@ def _run_claim(
         drain_s=spec.faults.drain_s,
     ).write(folder)
 
-    def on_event(event: dict[str, Any]) -> None:
-        figures.take(event)
-        emit(event)
-
     gang = Gang(
         spec=spec,
         generation=claim.generation,
         folder=folder,
-        on_event=on_event,
+        on_event=lambda event: emit(figures.take(event)),
         tick=lambda: keeper.tick(),  # noqa: PLW0108 - the keeper is made after the gang it reports on
         stop_requested=stop_requested,
         commands=commands or GangCommands(),
@@ -234,23 +234,22 @@ def _run_claim(
         cause = gang.run()
     finally:
         keeper.close()
-    stats = {**figures.stats(), "wall_s": round(time.monotonic() - began, 3)}
-    if gang.first_step_s is not None:
-        stats["first_step_s"] = round(gang.first_step_s, 3)
+    stats = {**figures.stats(gang.first_step_s), "wall_s": round(time.monotonic() - began, 3)}
     outcome = _outcome(request, claim, store, folder, cause, last_step=gang.last_step, stats=stats)
     if cause.kind != "fenced":
-        try:
-            lease.end(outcome.to_dict(), step=outcome.last_step)
-        except TorchrelayError as error:
-            emit(
-                {
-                    "event": "notice",
-                    "message": f"the end of generation {claim.generation} could not be recorded: {error}",
-                }
-            )
+        _record_end(lease, outcome, emit)
     if outcome.kind not in _KEEP_FOLDER:
         shutil.rmtree(folder, ignore_errors=True)
     return outcome
+
+
+def _record_end(lease: Lease, outcome: Outcome, emit: Callable[[dict[str, Any]], None]) -> None:
+    """Write the outcome into the lease, so that a successor waits for nobody; without it, the lease runs out."""
+    try:
+        lease.end(outcome.to_dict(), step=outcome.last_step)
+    except TorchrelayError as error:
+        message = f"the end of generation {outcome.generation} could not be recorded: {error}"
+        emit({"event": "notice", "message": message})
 
 
 def _outcome(

@@ -28,7 +28,8 @@ def open_store(
     scheme, _, rest = url.partition("://")
     if scheme == "s3":
         # Only here, so that a local folder needs neither the package nor its import time.
-        from torchrelay.store.s3 import S3Config, S3Store
+        from torchrelay.store.s3 import S3Store
+        from torchrelay.store.s3_config import S3Config
 
         return ResilientStore(S3Store(S3Config.parse(url, environment)), policy)
     if scheme == "file" and rest.startswith("/"):

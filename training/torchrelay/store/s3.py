@@ -16,7 +16,6 @@ import struct
 import time
 import urllib.parse
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import certifi
@@ -29,7 +28,6 @@ from minio.error import InvalidResponseError, S3Error, ServerError
 from minio.signer import sign_v4_s3
 
 from torchrelay.errors import (
-    ConfigError,
     CorruptionError,
     NotFoundError,
     StorageFullError,
@@ -37,10 +35,11 @@ from torchrelay.errors import (
     StoreUnavailableError,
 )
 from torchrelay.store.base import Capabilities, Created, Listing, ObjectInfo, Payload, check_key, views_of
+from torchrelay.store.s3_config import S3Config
 
-__all__ = ["S3Config", "S3Store"]
+__all__ = ["S3Store"]
 
-_CONNECT_S, _READ_S = 5.0, 20.0
+_CONNECT_S = 5.0
 _CONNECTIONS = 16
 _SEND_BYTES = 4 * 2**20  # the time limit of a send is for the whole of it: this slice may take as long as a reply
 _ACCESS_CODES = frozenset(
@@ -60,59 +59,6 @@ _FULL_CODES = frozenset(
 _SKEW_CODES = frozenset({"RequestTimeTooSkewed", "AccessDeniedRequestExpired"})
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class S3Config:
-    """Where the server is, and who we are. ``repr`` never shows the keys.
-
-    ``checksum`` sends a CRC32C with each PUT: it costs about 0.07 CPU seconds per GiB, and lets servers that know it refuse a damaged body.
-    """
-
-    endpoint: str
-    bucket: str
-    prefix: str
-    region: str = "us-east-1"
-    access_key: str = ""
-    secret_key: str = ""
-    ca_file: str = ""
-    checksum: bool = True
-
-    def __repr__(self) -> str:
-        return f"S3Config(endpoint={self.endpoint!r}, bucket={self.bucket!r}, prefix={self.prefix!r})"
-
-    @classmethod
-    def parse(cls, url: str, environ: Mapping[str, str]) -> S3Config:
-        """Read ``s3://bucket/prefix[?endpoint=...&checksum=off]`` and the environment; the URL wins. Raises ConfigError with a hint."""
-        parts = urllib.parse.urlsplit(url)
-        if "@" in parts.netloc:
-            raise ConfigError(
-                "a store URL must not contain credentials", hint="set TORCHRELAY_ACCESS_KEY and TORCHRELAY_SECRET_KEY"
-            )
-        query = dict(urllib.parse.parse_qsl(parts.query))
-        endpoint = query.get("endpoint") or environ.get("TORCHRELAY_S3_ENDPOINT") or "https://s3.amazonaws.com"
-        if not endpoint.startswith(("http://", "https://")) or not parts.netloc:
-            raise ConfigError(
-                f"cannot use store {url!r} at endpoint {endpoint!r}",
-                hint="s3://bucket/prefix, endpoint http(s)://host:port",
-            )
-        access = environ.get("TORCHRELAY_ACCESS_KEY") or environ.get("AWS_ACCESS_KEY_ID") or ""
-        secret = environ.get("TORCHRELAY_SECRET_KEY") or environ.get("AWS_SECRET_ACCESS_KEY") or ""
-        if not access or not secret:
-            raise StoreAccessError(
-                "no credentials for the store",
-                hint="set TORCHRELAY_ACCESS_KEY and TORCHRELAY_SECRET_KEY, or run: torchrelay up",
-            )
-        return cls(
-            endpoint=endpoint.rstrip("/"),
-            bucket=parts.netloc,
-            prefix=parts.path.strip("/"),
-            region=environ.get("TORCHRELAY_S3_REGION", "us-east-1"),
-            access_key=access,
-            secret_key=secret,
-            ca_file=environ.get("TORCHRELAY_S3_CA_FILE", ""),
-            checksum=query.get("checksum", "on") != "off",
-        )
-
-
 class S3Store:
     """One bucket and prefix of an S3 server."""
 
@@ -126,7 +72,7 @@ class S3Store:
             maxsize=_CONNECTIONS,
             block=False,
             retries=False,
-            timeout=urllib3.Timeout(connect=_CONNECT_S, read=_READ_S),
+            timeout=urllib3.Timeout(connect=_CONNECT_S, read=config.timeout_s),
             ca_certs=config.ca_file or certifi.where(),
             cert_reqs="CERT_REQUIRED",
         )

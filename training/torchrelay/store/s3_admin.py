@@ -19,7 +19,7 @@ from minio.credentials.providers import StaticProvider
 from minio.error import MinioAdminException, MinioException, S3Error
 
 from torchrelay.errors import ConfigError, StoreAccessError, StoreUnavailableError
-from torchrelay.store.s3 import S3Config
+from torchrelay.store.s3_config import S3Config
 
 __all__ = ["bucket_policy", "can_make_buckets", "grant_scoped_key", "has_minio_admin", "is_versioned", "scoped_config"]
 

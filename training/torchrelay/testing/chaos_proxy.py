@@ -128,7 +128,7 @@ class ChaosProxy:
             length = _content_length(head)
             if b"expect: 100-continue" in head.lower():
                 client.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
-            if not self._pass(client, server, rest, length, fault, "up"):
+            if not self._pass(client, server, rest, length, fault=fault, way="up"):
                 return None
             reply, body = _read_head(server)
             if fault == "lost-reply":
@@ -136,11 +136,11 @@ class ChaosProxy:
                 return _reset(client)
             client.sendall(_closing_head(reply))
             if method != "HEAD":
-                self._pass(server, client, body, _content_length(reply), fault, "down")
+                self._pass(server, client, body, _content_length(reply), fault=fault, way="down")
         return None
 
     def _pass(
-        self, source: socket.socket, sink: socket.socket, first: bytes, length: int, fault: Fault, way: str
+        self, source: socket.socket, sink: socket.socket, first: bytes, length: int, *, fault: Fault, way: str
     ) -> bool:
         """Copy a body of ``length`` bytes; False if the fault ended the connection. The fault strikes in the middle."""
         name, _, direction = fault.partition("-")
