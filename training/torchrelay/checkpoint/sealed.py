@@ -1,7 +1,8 @@
 """Sealed documents: how every small object (run, generation, lease, record, manifest, marker) is written.
 
-Two lines of UTF-8 JSON. The first is ``{"format": "torchrelay/<kind>/<version>", "sha256": "<hex>"}``; the second is the body,
-and the digest is over exactly its bytes (without the line feed). So a document proves itself, whatever re-serialises it.
+Two lines of UTF-8 JSON. The first is ``{"format": "torchrelay/<kind>/<version>", "sha256": "<hex>"}``, the second is the body. The digest is over the
+format's name, a line feed and exactly the bytes of the body, so a document proves itself. Later versions keep this envelope: a damaged
+version number is told from a newer one.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ FORMAT_VERSION = 1
 def seal(kind: str, body: Mapping[str, Any]) -> bytes:
     """Serialise a body of plain JSON values."""
     line = json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
-    head = {"format": f"torchrelay/{kind}/{FORMAT_VERSION}", "sha256": hashlib.sha256(line).hexdigest()}
+    name = f"torchrelay/{kind}/{FORMAT_VERSION}"
+    head = {"format": name, "sha256": _digest(name, line)}
     return json.dumps(head, separators=(",", ":")).encode() + b"\n" + line + b"\n"
 
 
@@ -32,20 +34,25 @@ def unseal(kind: str, data: Buffer, *, where: str) -> dict[str, Any]:
     line = rest.removesuffix(b"\n")
     try:
         head = json.loads(head_line)
-        name, found_kind, version = str(head["format"]).split("/")
-        number, digest = int(version), str(head["sha256"])
+        written, digest = str(head["format"]), str(head["sha256"])
+        name, found_kind, version = written.split("/")
+        number = int(version)
     except (ValueError, KeyError, TypeError):
         raise CorruptionError(f"{where} is not a torchrelay {kind} document") from None
+    if _digest(written, line) != digest:
+        raise CorruptionError(f"{where} is damaged: its SHA-256 does not match its content")
     if name != "torchrelay" or found_kind != kind:
-        raise CorruptionError(f"{where} holds a {head['format']!r}, expected a {kind}")
+        raise CorruptionError(f"{where} holds a {written!r}, expected a {kind}")
     if number > FORMAT_VERSION:
         raise ConfigError(
             f"{where} was written in format version {number}; this torchrelay reads up to {FORMAT_VERSION}",
             hint="pip install --upgrade torchrelay",
         )
-    if hashlib.sha256(line).hexdigest() != digest:
-        raise CorruptionError(f"{where} is damaged: its SHA-256 does not match its body")
     body = json.loads(line)
     if not isinstance(body, dict):
         raise CorruptionError(f"{where} has no JSON object as its body")
     return body
+
+
+def _digest(name: str, line: bytes) -> str:
+    return hashlib.sha256(name.encode() + b"\n" + line).hexdigest()
