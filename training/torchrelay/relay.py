@@ -13,7 +13,7 @@ from typing import Any
 
 from torchrelay.checkpoint.generation import open_run, read_lease, read_run
 from torchrelay.checkpoint.history import Generation, History, read_history
-from torchrelay.checkpoint.layout import generations_prefix, parse_generation_key
+from torchrelay.checkpoint.layout import generation_key, generations_prefix, parse_generation_key
 from torchrelay.config import TrainSpec
 from torchrelay.errors import CorruptionError, NotFoundError
 from torchrelay.store.base import ObjectStore
@@ -188,7 +188,9 @@ def judge(spec: TrainSpec, generations: Sequence[GenerationSummary], outcome: Ou
     timeline = "\n".join(f"  {item.line()}" for item in own[-_RECENT:])
     if outcome.kind in FINAL_KINDS:
         return Stop("final", outcome.message, outcome.hint)
-    if outcome.kind in FREE_KINDS or outcome.committed_step > outcome.begin_step:
+    # Another committed step than it began at: a later one is progress; an earlier one means that the checkpoint it began at was damaged and is
+    # marked now, so that the next generation begins earlier. That ends with the checkpoints.
+    if outcome.kind in FREE_KINDS or outcome.committed_step != outcome.begin_step:
         return Retry(spec.faults.retry_delay_s if outcome.kind not in FREE_KINDS else 0.0)
     idle = _idle(own, outcome)
     same = [
@@ -244,7 +246,7 @@ def _summaries(store: ObjectStore, run_id: str, history: History) -> tuple[Gener
     first = {name.number: name for name in sorted(names, reverse=True)}
     rows = []
     for number in sorted(first)[-_RECENT:]:
-        key = f"{generations_prefix(run_id)}{number:06d}{'.' + first[number].token if first[number].token else ''}.json"
+        key = generation_key(run_id, number, first[number].token)
         try:
             record = Generation.from_bytes(store.get(key), where=key)
         except (CorruptionError, NotFoundError):

@@ -18,7 +18,7 @@ import xxhash
 
 from torchrelay.checkpoint.history import read_history
 from torchrelay.checkpoint.layout import DTYPES, ManifestRef, damage_key, pack_key
-from torchrelay.checkpoint.manifest import Box, Chunk, Manifest, ShardRecord, TensorMeta, check_cover
+from torchrelay.checkpoint.manifest import Box, Chunk, Manifest, PackInfo, ShardRecord, TensorMeta, check_cover
 from torchrelay.checkpoint.sealed import seal
 from torchrelay.errors import CorruptionError, NotFoundError
 from torchrelay.store.base import ObjectStore
@@ -115,14 +115,38 @@ def verify_checkpoint(store: ObjectStore, run_id: str, ref: ManifestRef) -> tupl
         manifest = load_manifest(store, run_id, ref)
     except NotFoundError:
         raise CorruptionError(f"{ref.key(run_id)} is missing") from None
-    fetched = 0
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="verify") as executor:
         records = load_records(store, manifest, executor=executor)
         check_cover(manifest.tensors, records)
-        for record in records:
-            fetches = _coalesce(record, [(chunk, None) for box in record.boxes for chunk in box.chunks])
-            fetched += sum(executor.map(lambda fetch: _read(store, fetch), fetches))
+        packs = [(record, number) for record in records for number in range(len(record.packs))]
+        fetched = sum(executor.map(lambda pack: _verify_pack(store, *pack), packs))
     return manifest, fetched
+
+
+def _verify_pack(store: ObjectStore, record: ShardRecord, number: int) -> int:
+    """Hash a whole pack against its name (header and padding included), then each chunk in it; returns its size."""
+    info = record.packs[number]
+    key = pack_key(record.run_id, info.digest)
+    chunks = [chunk for box in record.boxes for chunk in box.chunks if chunk.pack == number]
+    problem = ""
+    for _ in range(2):
+        try:
+            data = store.get(key)
+        except NotFoundError:
+            raise CorruptionError(f"{key} is missing") from None
+        problem = _problem_of_pack(data, info, chunks)
+        if not problem:
+            return len(data)
+    raise CorruptionError(f"{key} is damaged: {problem}")
+
+
+def _problem_of_pack(data: memoryview, info: PackInfo, chunks: Sequence[Chunk]) -> str:
+    if len(data) != info.size_bytes:
+        return f"it has {len(data)} bytes instead of {info.size_bytes}"
+    for chunk in chunks:
+        if xxhash.xxh3_128_hexdigest(data[chunk.offset : chunk.offset + chunk.length]) != chunk.digest:
+            return f"the XXH3-128 of the chunk at byte {chunk.offset} is not {chunk.digest}"
+    return "" if xxhash.xxh3_128_hexdigest(data) == info.digest else "its XXH3-128 is not its name"
 
 
 def mark_damaged(store: ObjectStore, run_id: str, ref: ManifestRef, reason: str) -> None:

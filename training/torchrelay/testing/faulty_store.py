@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from typing import Literal, TypeVar
@@ -76,9 +77,9 @@ class FaultyStore:
             number = self.calls
             self.log.append(name)
         fails = self._fail_at is not None and (number == self._fail_at or (self._persistent and number > self._fail_at))
-        if fails and self._effect == "before":
-            raise self._error()
-        result = call()
-        if fails:
-            raise self._error()
-        return result
+        if not fails:
+            return call()
+        if self._effect == "after":
+            with contextlib.suppress(Exception):  # the answer is lost, whatever it was
+                call()
+        raise self._error()
