@@ -17,7 +17,7 @@ from torchrelay.config import RunSpec
 from torchrelay.store.base import ObjectStore
 from torchrelay.testing.clock import FakeClock
 
-__all__ = ["RUN", "begin", "contents", "expected", "latest", "make_shards", "new_run", "save"]
+__all__ = ["RUN", "SPEC", "begin", "contents", "expected", "latest", "make_shards", "new_run", "save", "write"]
 
 RUN = "r"
 SPEC = RunSpec(run_id=RUN, total_steps=1000)

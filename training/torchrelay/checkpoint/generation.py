@@ -119,13 +119,14 @@ def open_run(store: ObjectStore, spec: RunSpec, *, provenance: Mapping[str, Any]
 
 def list_runs(store: ObjectStore) -> list[str]:
     """Return the names of all runs, sorted: two small calls per run, however many checkpoints they have."""
-    found, after = [], ""
+    found, after = set(), ""
     while objects := store.list(runs_prefix(), after=after, limit=1).objects:
-        run_id = objects[0].key.removeprefix(runs_prefix()).partition("/")[0]
-        if store.list(run_key(run_id), limit=1).objects:
-            found.append(run_id)
-        after = f"{runs_prefix()}{run_id}0"  # the character after "/": past everything of this run, before the next one
-    return sorted(found)
+        key = objects[0].key
+        run_id = key.removeprefix(runs_prefix()).partition("/")[0]
+        # Past everything of this run. Not the next name in byte order: some servers list folder by folder, "a/..." before "a-b/...".
+        after = key if run_id in found else f"{runs_prefix()}{run_id}/~"
+        found.add(run_id)
+    return sorted(run_id for run_id in found if store.list(run_key(run_id), limit=1).objects)
 
 
 def read_run(store: ObjectStore, run_id: str) -> dict[str, Any]:
