@@ -122,7 +122,7 @@ def test_a_newer_format_is_an_error_and_not_damage(store: MemoryStore, what: str
     """An old program must not step back over what a newer one wrote; the hint says what to do."""
     history = read_history(store, RUN)
     assert history.newest is not None
-    keys = {"manifest": _NEWEST.key(RUN), "generation": history.newest.key, "run": f"runs/{RUN}/run.json"}
+    keys = {"manifest": _NEWEST.key(RUN), "generation": history.newest.key, "run": f"index/{RUN}.json"}
     name, body = f"torchrelay/{what}/2", b'{"all":"new"}'
     import hashlib
 

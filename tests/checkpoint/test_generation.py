@@ -178,12 +178,13 @@ def test_a_run_is_created_once_and_compared_ever_after(store: ObjectStore) -> No
 
 
 def test_runs_are_listed_by_name_whatever_they_hold(store: ObjectStore) -> None:
-    """Names that are prefixes of each other, or sort around the slash, are all found; half a run is none."""
+    """Names that are prefixes of each other are all found; half a run and other people's files are none."""
     names = ["a", "a-b", "a.b", "a0", "a_b", "b"]
     for name in names:
         open_run(store, RunSpec(run_id=name), provenance={})
         store.put(f"runs/{name}/zzz", b"")
     store.put("runs/half/generations/000001.json", b"")
+    store.put("index/notes.txt", b"")
     assert list_runs(store) == sorted(names)
     with pytest.raises(NotFoundError, match="no run 'nope'"):
         read_run(store, "nope")

@@ -20,9 +20,10 @@ from torchrelay.checkpoint.host import ProcessIdentity, this_process
 from torchrelay.checkpoint.layout import (
     ManifestRef,
     generation_key,
+    index_prefix,
     lease_key,
+    parse_run_key,
     run_key,
-    runs_prefix,
 )
 from torchrelay.checkpoint.reader import load_manifest, mark_damaged
 from torchrelay.checkpoint.sealed import seal, unseal
@@ -118,15 +119,9 @@ def open_run(store: ObjectStore, spec: RunSpec, *, provenance: Mapping[str, Any]
 
 
 def list_runs(store: ObjectStore) -> list[str]:
-    """Return the names of all runs, sorted: two small calls per run, however many checkpoints they have."""
-    found, after = set(), ""
-    while objects := store.list(runs_prefix(), after=after, limit=1).objects:
-        key = objects[0].key
-        run_id = key.removeprefix(runs_prefix()).partition("/")[0]
-        # Past everything of this run. Not the next name in byte order: some servers list folder by folder, "a/..." before "a-b/...".
-        after = key if run_id in found else f"{runs_prefix()}{run_id}/~"
-        found.add(run_id)
-    return sorted(run_id for run_id in found if store.list(run_key(run_id), limit=1).objects)
+    """Return the names of all runs, sorted."""
+    names = (parse_run_key(item.key) for item in store.list(index_prefix()).objects)
+    return sorted(name for name in names if name)
 
 
 def read_run(store: ObjectStore, run_id: str) -> dict[str, Any]:

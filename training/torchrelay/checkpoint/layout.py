@@ -19,6 +19,7 @@ __all__ = [
     "damage_prefix",
     "generation_key",
     "generations_prefix",
+    "index_prefix",
     "lease_key",
     "manifests_prefix",
     "pack_key",
@@ -26,11 +27,11 @@ __all__ = [
     "parse_generation_key",
     "parse_manifest_key",
     "parse_record_key",
+    "parse_run_key",
     "record_key",
     "records_prefix",
     "run_key",
     "run_prefix",
-    "runs_prefix",
 ]
 
 CHUNK_BYTES = 4 * 2**20
@@ -92,19 +93,25 @@ class GenerationKey:
     token: str
 
 
-def runs_prefix() -> str:
-    """Folder of all runs."""
-    return "runs/"
-
-
 def run_prefix(run_id: str) -> str:
-    """Everything of a run lies under this prefix."""
-    return f"{runs_prefix()}{run_id}/"
+    """Everything of a run but its document lies under this prefix."""
+    return f"runs/{run_id}/"
+
+
+def index_prefix() -> str:
+    """Folder with one document per run. It has no folders in it, so that one listing, in whatever order, names all runs and nothing else."""
+    return "index/"
 
 
 def run_key(run_id: str) -> str:
     """RunSpec and provenance; created once."""
-    return f"{run_prefix(run_id)}run.json"
+    return f"{index_prefix()}{run_id}.json"
+
+
+def parse_run_key(key: str) -> str | None:
+    """Read the run's name from its document's key."""
+    match = re.fullmatch(r"index/([^/]+)\.json", key)
+    return match[1] if match else None
 
 
 def generations_prefix(run_id: str) -> str:

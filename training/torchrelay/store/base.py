@@ -105,6 +105,8 @@ class ObjectStore(Protocol):
     def list(self, prefix: str, *, after: str = "", limit: int | None = None) -> Listing:
         """List objects whose key starts with ``prefix`` and is greater than ``after``, pages joined, at most ``limit``.
 
+        Use ``limit`` only where no folders lie below the prefix: some servers go folder by folder ("a/x" before "a-b/x"), and stop on their way.
+
         Objects whose ``put`` or ``create`` returned before the call are included.
         """
 
