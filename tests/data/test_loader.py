@@ -110,9 +110,17 @@ def test_the_trainings_own_random_streams_are_untouched(workers: int) -> None:
 
     before = state()
     _batches(elastic_loader(Noisy(), _sampler(), num_workers=workers, collate_fn=_shift), 3)
-    with pytest.raises(OSError, match="sample 5"):
-        _batches(elastic_loader(Broken(), _sampler(), num_workers=workers), 6)
+    assert "bad sector under sample 5" in _failure(workers)
     assert state() == before
+
+
+def _failure(workers: int) -> str:
+    """Read until it fails. Not by ``pytest.raises``, whose traceback would keep the loader alive in a cycle: its workers then end by a timeout."""
+    try:
+        _batches(elastic_loader(Broken(), _sampler(), num_workers=workers), 6)
+    except OSError as error:
+        return str(error)
+    return "nothing"
 
 
 @pytest.mark.parametrize("workers", [0, 2])
