@@ -43,6 +43,15 @@ def test_an_exception_beats_its_victims_and_has_a_stable_fingerprint() -> None:
     assert "bad batch" in cause.message
 
 
+def test_a_report_outlives_a_crash_at_the_very_end() -> None:
+    """A rank that has said why it fails, and is then aborted while its collectives are taken apart, is known by what it said."""
+    cause = classify(
+        [_exit(0, -6, 0.0, report=_report("RuntimeError", distributed=True)), _exit(1, -6, 0.1, report=_report())]
+    )
+    assert (cause.kind, cause.rank) == ("exception", 1)
+    assert "bad batch" in cause.message
+
+
 def test_before_the_first_step_an_exception_is_a_start_up_failure() -> None:
     """Nobody trained: it is not the data."""
     exits = [_exit(rank, 1, report=_report(phase="init"), reached_step=False) for rank in range(2)]

@@ -22,7 +22,7 @@ import traceback
 import warnings
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -273,5 +273,14 @@ def _is_distributed(error: BaseException) -> bool:
     )
 
 
+def _end(code: int) -> NoReturn:
+    """End at once when something failed: taking apart collectives whose peers are gone may hang, abort or crash, and everything is said."""
+    if code in (0, EXIT_PREEMPTED):
+        sys.exit(code)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    _end(main())

@@ -84,10 +84,15 @@ def fingerprint(report: Mapping[str, Any]) -> str:
     return f"{report.get('error', '?')}@{own[-1]}"
 
 
+def _fell_silently(item: RankExit) -> bool:
+    """Whether a signal ended it before it could say anything. One that reported and then fell while it ended is known by its report."""
+    return item.code < 0 and not item.ours and not item.report
+
+
 def _rank_of_kind(item: RankExit) -> int:
     if item.report.get("kind") in _OWN_KINDS or item.code == EXIT_FENCED:
         return 0
-    if item.code < 0 and not item.ours:
+    if _fell_silently(item):
         return 1
     if item.report and not item.report.get("distributed"):
         return 2
@@ -97,7 +102,7 @@ def _rank_of_kind(item: RankExit) -> int:
 def _describe(item: RankExit, *, oom_kills: int, started: bool) -> Cause:
     """Put one rank's end into words."""
     failure = "exception" if started else "startup"
-    if item.code < 0 and not item.ours:
+    if _fell_silently(item):
         kind, text = "killed", f"rank {item.rank} was killed by {_signal_name(-item.code)} at step {item.step}"
         if -item.code == signal.SIGKILL and oom_kills:
             kind, text = "oom", f"rank {item.rank} was killed by the kernel because memory ran out"
