@@ -72,7 +72,7 @@ class Generation:
             return cls(
                 run_id=str(body["run_id"]),
                 number=int(body["number"]),
-                begin=ManifestRef(*body["begin"]) if body["begin"] else None,
+                begin=ManifestRef(*map(int, body["begin"])) if body["begin"] else None,
                 lineage=tuple((int(number), int(step)) for number, step in body["lineage"]),
                 nonce=str(body["nonce"]),
                 info=dict(body["info"]),

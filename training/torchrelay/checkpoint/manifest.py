@@ -134,7 +134,12 @@ class ShardRecord:
                 world_size=int(body["world_size"]),
                 packs=tuple(PackInfo(str(digest), int(size)) for digest, size in body["packs"]),
                 boxes=tuple(
-                    Box(str(name), tuple(corner), tuple(extent), tuple(Chunk(*chunk) for chunk in chunks))
+                    Box(
+                        str(name),
+                        _naturals(corner),
+                        _naturals(extent),
+                        tuple(_chunk(numbers, digest) for *numbers, digest in chunks),
+                    )
                     for name, corner, extent, chunks in body["boxes"]
                 ),
                 local=body["local"],
@@ -223,7 +228,9 @@ class Manifest:
     def from_body(cls, body: Mapping[str, Any], *, where: str) -> Manifest:
         """Build a manifest from its JSON body (without records, if it is a head)."""
         try:
-            tensors = {name: TensorMeta(str(dtype), tuple(shape)) for name, (dtype, shape) in body["tensors"].items()}
+            tensors = {
+                name: TensorMeta(str(dtype), _naturals(shape)) for name, (dtype, shape) in body["tensors"].items()
+            }
             unknown = sorted({meta.dtype for meta in tensors.values()} - DTYPES.keys())
             if unknown:
                 raise CorruptionError(f"{where} holds element types this version does not know: {unknown}")
@@ -231,7 +238,7 @@ class Manifest:
                 run_id=str(body["run_id"]),
                 ref=ManifestRef(int(body["step"]), int(body["generation"])),
                 world_size=int(body["world_size"]),
-                begin=ManifestRef(*body["begin"]) if body["begin"] else None,
+                begin=ManifestRef(*map(int, body["begin"])) if body["begin"] else None,
                 tensors=tensors,
                 state=body["state"],
                 data=dict(body["data"]),
@@ -239,8 +246,21 @@ class Manifest:
                 info=dict(body["info"]),
                 records=tuple(RecordRef(int(rank), str(sha), int(size)) for rank, sha, size in body.get("records", ())),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CorruptionError(f"{where} is malformed: {error!r}") from None
+
+
+def _naturals(values: Iterable[Any]) -> tuple[int, ...]:
+    """Read sizes and places. Two negative extents would multiply to a volume that looks right."""
+    numbers = tuple(values)
+    if not all(type(number) is int and number >= 0 for number in numbers):
+        raise ValueError(f"{numbers} are not all integers from 0 up")
+    return numbers
+
+
+def _chunk(numbers: Iterable[Any], digest: object) -> Chunk:
+    start, length, pack, offset = _naturals(numbers)
+    return Chunk(start, length, pack, offset, str(digest))
 
 
 def assemble_manifest(records: Sequence[tuple[ShardRecord, bytes]]) -> Manifest:

@@ -48,7 +48,10 @@ def unseal(kind: str, data: Buffer, *, where: str) -> dict[str, Any]:
             f"{where} was written in format version {number}; this torchrelay reads up to {FORMAT_VERSION}",
             hint="pip install --upgrade torchrelay",
         )
-    body = json.loads(line)
+    try:
+        body = json.loads(line)
+    except ValueError:
+        body = None
     if not isinstance(body, dict):
         raise CorruptionError(f"{where} has no JSON object as its body")
     return body
