@@ -19,6 +19,7 @@ from torchrelay.errors import CorruptionError, UnserialisableError
 
 __all__ = ["TensorRef", "decode", "encode"]
 
+_MAX_INT_BITS = 14_000  # Python's own limit on what it reads back from decimal digits is a little more
 _HINT = "give it a state_dict() of numbers, strings, lists, dicts, arrays and tensors, or leave it out of the state"
 
 
@@ -32,6 +33,8 @@ class TensorRef:
 def encode(value: object, path: str = "state") -> Any:
     """Return plain JSON for a value. Raises UnserialisableError naming the path of the first value that has no encoding."""
     kind = type(value)
+    if isinstance(value, int) and value.bit_length() > _MAX_INT_BITS:
+        raise UnserialisableError(f"{path} holds an integer of over 4200 digits", hint=_HINT)
     if value is None or kind in (bool, int, str):
         return value
     if kind is float:
@@ -41,7 +44,7 @@ def encode(value: object, path: str = "state") -> Any:
     if encoder is not None:
         return encoder(value, path)
     if isinstance(value, np.generic) and value.dtype.hasobject is False:
-        return {"$scalar": [value.dtype.str, _b64(value.tobytes())]}
+        return {"$scalar": [_dtype(value, path), _b64(value.tobytes())]}
     raise UnserialisableError(
         f"{path} holds a {kind.__module__}.{kind.__qualname__}, which has no typed encoding", hint=_HINT
     )
@@ -92,7 +95,23 @@ def _defaultdict(value: Any, path: str) -> Any:
 def _array(value: Any, path: str) -> Any:
     if value.dtype.hasobject:
         raise UnserialisableError(f"{path} is an array of Python objects", hint=_HINT)
-    return {"$array": [value.dtype.str, list(value.shape), _b64(value.tobytes())]}
+    return {"$array": [_dtype(value, path), list(value.shape), _b64(value.tobytes())]}
+
+
+def _dtype(value: Any, path: str) -> str:
+    """Name the element type, if its name is all of it: fields, and types that other packages add, would come back as raw bytes."""
+    name = str(value.dtype.str)
+    if np.dtype(name) != value.dtype:
+        raise UnserialisableError(f"{path} has the element type {value.dtype}, which has no typed encoding", hint=_HINT)
+    return name
+
+
+def _from_bytes(dtype: str, data: str, shape: Any) -> Any:
+    """Return a new array. An empty string or bytes scalar has elements without bytes, which ``frombuffer`` refuses."""
+    kind = np.dtype(dtype)
+    if not kind.itemsize:
+        return np.zeros(shape, kind)
+    return np.frombuffer(base64.b64decode(data), kind).reshape(shape).copy()
 
 
 def _decode_items(content: Any, tensor: Callable[[str], Any]) -> list[tuple[Any, Any]]:
@@ -129,9 +148,7 @@ _DECODERS: dict[str, Callable[[Any, Callable[[str], Any]], Any]] = {
     "$deque": lambda content, tensor: deque((decode(item, tensor) for item in content[1]), maxlen=content[0]),
     "$bytes": lambda content, tensor: base64.b64decode(content),
     "$complex": lambda content, tensor: complex(decode(content[0], tensor), decode(content[1], tensor)),
-    "$array": lambda content, tensor: (
-        np.frombuffer(base64.b64decode(content[2]), np.dtype(content[0])).reshape(content[1]).copy()
-    ),
-    "$scalar": lambda content, tensor: np.frombuffer(base64.b64decode(content[1]), np.dtype(content[0]))[0],
+    "$array": lambda content, tensor: _from_bytes(content[0], content[2], content[1]),
+    "$scalar": lambda content, tensor: _from_bytes(content[0], content[1], ())[()],
     "$tensor": lambda content, tensor: tensor(content),
 }
