@@ -50,10 +50,16 @@ def read_env_file(path: Path) -> dict[str, str]:
     return {name.strip(): value.strip() for name, _, value in pairs}
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Leave it to ``main``, which ends in silence; the default would exit with 1."""
+        raise BrokenPipeError
+
+
 @cache
 def console() -> Console:
     """Return the console of stdout. Lines are never cut or wrapped where there is no terminal."""
-    return Console(soft_wrap=True, highlight=False, markup=False)
+    return _Console(soft_wrap=True, highlight=False, markup=False)
 
 
 def say(text: str) -> None:

@@ -148,7 +148,7 @@ class S3Store:
         """ListObjectsV2, page by page; the server's clock is taken from its Date header."""
         base = f"{self._config.prefix}/" if self._config.prefix else ""
         rows: list[ObjectInfo] = []
-        with _Translated(prefix):
+        with _Translated(f"{self._config.bucket}/{prefix}"):
             found = self._minio.list_objects(
                 self._config.bucket, prefix=base + prefix, recursive=True, start_after=base + after if after else None
             )
@@ -294,7 +294,8 @@ class S3Store:
                 f"the store's clock differs from ours by {self._skew.total_seconds():.0f} s; using its clock"
             )
         retry_after = response.headers.get("Retry-After", "")
-        _raise_code(code, response.status, key, retry_after_s=float(retry_after) if retry_after.isdigit() else None)
+        what = f"{self._config.bucket}/{key}"
+        _raise_code(code, response.status, what, retry_after_s=float(retry_after) if retry_after.isdigit() else None)
 
     def _give_back(self, response: urllib3.BaseHTTPResponse) -> None:
         """Return the connection to the pool if the reply was read to its end, else close it."""
