@@ -9,11 +9,12 @@ import asyncio
 
 import httpx
 from prefect import aserve
+from prefect.deployments.runner import RunnerDeployment
 from prefect.settings import PREFECT_API_URL
 
 from flows.train import train
 
-__all__ = ["main"]
+__all__ = ["deployments", "main"]
 
 _WAIT_S = 120.0
 _NIGHTLY = "0 2 * * *"
@@ -23,6 +24,15 @@ async def main() -> None:
     """Wait for the server, register the deployments and run what is asked for, until told to stop."""
     await _await_server()
     await aserve(
+        *await deployments(),
+        pause_on_shutdown=False,  # an inactive schedule stays what it was, an active one goes on with the next start
+        print_starting_message=False,
+    )
+
+
+async def deployments() -> list[RunnerDeployment]:
+    """Return what is served."""
+    return [
         await train.ato_deployment(
             "train",
             description="Train a run, or go on with it. The same spec again continues the run.",
@@ -36,9 +46,7 @@ async def main() -> None:
             cron=_NIGHTLY,
             paused=True,
         ),
-        pause_on_shutdown=False,  # an inactive schedule stays what it was, an active one goes on with the next start
-        print_starting_message=False,
-    )
+    ]
 
 
 async def _await_server() -> None:
