@@ -46,7 +46,7 @@ def _spelled(value: Any) -> Any:
         what = [(_spelled(key), _spelled(item)) for key, item in value.items()]
         what.append(value.default_factory if isinstance(value, defaultdict) else None)
     elif isinstance(value, set | frozenset):
-        what = [_spelled(item) for item in sorted(value, key=repr)]
+        what = sorted((_spelled(item) for item in value), key=repr)
     elif isinstance(value, list | tuple | deque):
         what = [_spelled(item) for item in value]
         what.append(value.maxlen if isinstance(value, deque) else None)
