@@ -26,7 +26,7 @@ def test_the_demo_proves_what_it_says(tmp_path: Path) -> None:
     finally:
         subprocess.run([*command, "down"], env=environ, cwd=_ROOT, capture_output=True, timeout=200, check=True)
     assert done.returncode == 0, (done.stdout[-4000:], done.stderr[-4000:])
-    rows = {line[:42].strip(): line.split()[-1] for line in done.stdout.splitlines()}
+    rows = {line[:42].strip(): line.split()[-1] for line in done.stdout.splitlines() if line.split()}
     assert rows["losses equal (450 steps)"] == "yes"
     assert rows["parameters equal (and optimizer state)"] == "yes"
     assert done.stdout.count("with SIGKILL") == 2

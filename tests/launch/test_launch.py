@@ -13,6 +13,7 @@ from tests.launching import Launch, final_state, renamed, tiny_spec, train_to_th
 from tests.waiting import wait_until
 from torchrelay.checkpoint.generation import read_lease
 from torchrelay.checkpoint.history import read_history
+from torchrelay.checkpoint.reader import loss_trace
 from torchrelay.relay import read_status
 from torchrelay.store import open_store
 from torchrelay.testing.tiny import fail_at
@@ -62,6 +63,26 @@ def test_sigterm_saves_commits_and_exits_clean(store: str) -> None:
     assert 3 < outcome.committed_step == outcome.last_step < 400
     assert launch.process.returncode == 0
     assert launch.all_gone()
+
+
+def test_saves_that_are_never_committed_leave_no_gap_in_the_curve(store: str) -> None:
+    """Manifests cannot be written for a while: checkpoints are overtaken by newer ones, and what they held is in the next one, losses included."""
+    spec = tiny_spec(store, "gap", ranks=2, steps=120, sleep_s=0.02)
+    launch = Launch(spec)
+    launch.wait_committed(10)
+    folder = Path(store.removeprefix("file://")) / "runs/gap/manifests"
+    folder.rename(folder.with_name("aside"))
+    folder.touch()
+    launch.wait_for(
+        lambda event: event["event"] == "saved" and event["state"] == "written" and event["step"] >= 30,
+        what="two saves that are not committed",
+    )
+    folder.unlink()
+    folder.with_name("aside").rename(folder)
+    assert launch.outcome().kind == "completed"
+    assert [step for step, _ in loss_trace(open_store(store), "gap")] == list(range(1, 121))
+    train_to_the_end(renamed(spec, "twin", **spec.run.options))
+    assert final_state(store, "gap") == final_state(store, "twin")
 
 
 def test_a_parent_that_is_gone_is_noticed(store: str) -> None:

@@ -107,7 +107,9 @@ class _Loop:
     committed: int = 0
     stopping: bool = False
     loss: float | None = None
+    # Losses of the steps that no committed checkpoint holds yet: one that is written may still never be committed.
     trace: list[tuple[int, float | None]] = field(default_factory=list)
+    traced: int = 0
     pending: PendingCheckpoint | None = None
 
     def run(self, stop_step: int) -> SegmentResult:
@@ -171,8 +173,8 @@ class _Loop:
             return None
         self.committed = max(self.committed, tally.committed)
         self.stopping = self.stopping or tally.stop
-        if tally.step > (self.trace[-1][0] if self.trace else self.last_saved):
-            self.loss = tally.loss
+        if tally.step > self.traced:
+            self.traced, self.loss = tally.step, tally.loss
             self.trace.append((tally.step, tally.loss))
             self.progress.step(tally.step, tally.loss)
         return tally
@@ -187,8 +189,9 @@ class _Loop:
 
     def _save(self) -> None:
         self.progress.phase("save", self.step)
+        self.trace = [point for point in self.trace if point[0] > self.committed]
         self.pending = self.checkpointer.save(self.step, trace=self.trace)
-        self.trace, self.last_saved = [], self.step
+        self.last_saved = self.step
         self.progress.saved(self.pending)
 
     def _hold_loss_bound(self) -> None:
@@ -261,6 +264,7 @@ def run_segment(
         votes=_Votes(rank, world_size),
         last_saved=first_step,
         committed=first_step,
+        traced=first_step,
     )
     return loop.run(stop_step)
 

@@ -105,9 +105,9 @@ def chain(newest: Generation | None, manifests: Iterable[ManifestRef]) -> tuple[
     """Return the manifests on the line of the newest generation, ascending by step."""
     if newest is None:
         return ()
-    last = dict(newest.lineage)
-    own = (ref for ref in manifests if ref.generation == newest.number and ref.step > newest.begin_step)
-    old = (ref for ref in manifests if ref.generation in last and ref.step <= last[ref.generation])
+    refs, last = tuple(manifests), dict(newest.lineage)
+    own = (ref for ref in refs if ref.generation == newest.number and ref.step > newest.begin_step)
+    old = (ref for ref in refs if ref.generation in last and ref.step <= last[ref.generation])
     # Each older generation counts only after the step its own predecessor handed over at.
     floor = dict(
         zip([number for number, _ in newest.lineage], [0, *(step for _, step in newest.lineage)], strict=False)
@@ -157,11 +157,11 @@ def read_history(store: ObjectStore, run_id: str) -> History:
 
 def check_fence(store: ObjectStore, run_id: str, number: int) -> None:
     """Raise FencedError if a generation newer than ``number`` exists."""
-    # A name with a token sorts before the plain name of the same number, so all that follows is newer.
-    newer = store.list(generations_prefix(run_id), after=generation_key(run_id, number), limit=1).objects
-    name = parse_generation_key(newer[0].key) if newer else None
-    if name and name.number > number:
-        raise FencedError(f"generation {number} of run {run_id!r} has been succeeded by generation {name.number}")
+    # No limit: what follows is nothing, or little, and the first of it may be an object that is not ours.
+    later = store.list(generations_prefix(run_id), after=generation_key(run_id, number)).objects
+    newest = max((name.number for item in later if (name := parse_generation_key(item.key))), default=0)
+    if newest > number:
+        raise FencedError(f"generation {number} of run {run_id!r} has been succeeded by generation {newest}")
 
 
 def _keys(store: ObjectStore, prefix: str) -> list[str]:

@@ -171,7 +171,8 @@ class Manifest:
     """The checkpoint. Its one PUT is the commit.
 
     ``state`` is typed JSON whose tensor references name entries of ``tensors``. ``data`` is the sampler's state (position, dataset version,
-    ledger hash). ``trace`` is ``[step, loss]`` since the previous checkpoint. ``info`` holds provenance and costs.
+    ledger hash). ``trace`` is
+    ``[step, loss]`` of the steps that were not committed before; it may repeat some of the checkpoint before. ``info`` holds provenance and costs.
     """
 
     run_id: str

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import xxhash
 
-from torchrelay.checkpoint.history import read_history
+from torchrelay.checkpoint.history import chain, read_history
 from torchrelay.checkpoint.layout import DTYPES, ManifestRef, damage_key, pack_key
 from torchrelay.checkpoint.manifest import Box, Chunk, Manifest, PackInfo, ShardRecord, TensorMeta, check_cover
 from torchrelay.checkpoint.sealed import seal
@@ -173,11 +173,16 @@ def list_checkpoints(store: ObjectStore, run_id: str) -> list[CheckpointRow]:
 
 
 def loss_trace(store: ObjectStore, run_id: str) -> list[tuple[int, float | None]]:
-    """Return (step, global mean loss) of every committed step on the run's line: replayed steps appear once, uncommitted ones not at all."""
+    """Return (step, global mean loss) of every committed step on the run's line: replayed steps appear once, uncommitted ones not at all.
+
+    A damaged checkpoint that later ones build upon is on the line; one that the run stepped back over is not.
+    """
+    newest = read_history(store, run_id).newest
+    rows = {row.ref: row.manifest for row in list_checkpoints(store, run_id)}
     points: dict[int, float | None] = {}
-    for row in list_checkpoints(store, run_id):
-        if row.manifest:
-            points.update(row.manifest.trace)
+    for ref in chain(newest, rows):
+        if manifest := rows[ref]:
+            points.update(manifest.trace)
     return sorted(points.items())
 
 

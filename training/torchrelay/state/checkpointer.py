@@ -108,8 +108,10 @@ class Checkpointer:
     ) -> PendingCheckpoint:
         """Save the state after ``step`` optimizer steps. All ranks call it at the same step.
 
-        One save is in flight: if the last one is not written yet, this waits for it first (see ``busy``). ``trace`` is (step, loss) since the last
-        save, kept in the manifest. Raises UnserialisableError naming what cannot be stored, and FencedError if a newer generation has taken over.
+        One save is in flight: if the last one is not written yet, this waits for it first (see ``busy``). ``trace`` is (step, loss) of the
+        steps that are not committed yet, kept in the manifest.
+
+        Raises UnserialisableError naming what cannot be stored, and FencedError if a newer generation has taken over.
         """
         began = time.monotonic()
         if self._pending is not None:
