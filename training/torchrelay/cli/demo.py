@@ -25,11 +25,11 @@ import numpy as np
 from torchrelay.checkpoint.generation import read_lease
 from torchrelay.checkpoint.history import read_history
 from torchrelay.checkpoint.reader import load_manifest, loss_trace, read_tensors
-from torchrelay.cli.console import find_home, print_table, say, settings
+from torchrelay.cli.console import find_home, print_table, read_env_file, say
 from torchrelay.cli.prefect_api import FlowRun, PrefectAPI
 from torchrelay.cli.stack import up
 from torchrelay.config import RunSpec, SaveSpec, TrainSpec, WorldSpec, spec_to_dict
-from torchrelay.errors import TorchrelayError
+from torchrelay.errors import ConfigError, TorchrelayError
 from torchrelay.relay import RunStatus, read_status
 from torchrelay.store import open_store
 from torchrelay.store.base import ObjectStore
@@ -37,6 +37,7 @@ from torchrelay.store.base import ObjectStore
 __all__ = ["add_parsers"]
 
 _DEADLINE_S = 300.0
+_MIN_STEPS = 150
 
 
 def add_parsers(subparsers: Any) -> None:
@@ -50,12 +51,16 @@ def add_parsers(subparsers: Any) -> None:
 
 
 def _demo(args: argparse.Namespace) -> int:
+    if args.steps < _MIN_STEPS:
+        raise ConfigError(f"--steps {args.steps} leaves no time for two kills", hint=f"at least {_MIN_STEPS}")
     began = time.monotonic()
     say("starting the object store, the Prefect server and the flows (torchrelay up)")
-    up(find_home())
-    environ = settings()
+    home = find_home()
+    up(home)
+    # The stack's own settings, whatever store or server the environment names.
+    environ = {**os.environ, **read_env_file(home / "env"), "TORCHRELAY_HOME": str(home)}
     store = open_store("", environ=environ)
-    stamp = time.strftime("%H%M%S")
+    stamp = time.strftime("%y%m%d-%H%M%S")
     spec = TrainSpec(
         run=RunSpec(run_id=f"demo-{stamp}", total_steps=args.steps, global_batch=24),
         segment_steps=max(1, args.steps // 2),

@@ -27,7 +27,7 @@ from torchrelay.cli.console import find_home, print_table, read_env_file, say
 from torchrelay.cli.services import Books, Service, await_ready, ensure, stop, write_private
 from torchrelay.errors import ConfigError, NotFoundError, RetryableError, StoreAccessError
 from torchrelay.store import RetryPolicy, open_store
-from torchrelay.store.seaweed import SeaweedPorts, weed_command, weed_environment
+from torchrelay.store.seaweed import SeaweedPorts, is_port_free, weed_command, weed_environment
 
 __all__ = ["add_parsers", "down", "up"]
 
@@ -81,7 +81,7 @@ class _Stack:
             self.ports.update(asdict(SeaweedPorts.choose()))
         if self.books.process("server") is None:
             wanted = self.ports.get("prefect", prefect_port)
-            self.ports["prefect"] = wanted if _is_free(wanted) else _free_port()
+            self.ports["prefect"] = wanted if is_port_free(wanted) else _free_port()
         if not all(self.keys.values()):
             self.keys = {
                 "TORCHRELAY_ACCESS_KEY": secrets.token_hex(10),
@@ -280,17 +280,7 @@ def _locked(home: Path) -> Iterator[None]:
 
 
 def _all_free(ports: Mapping[str, int], names: Iterator[str] | Mapping[str, Any]) -> bool:
-    return all(name in ports and _is_free(ports[name]) and _is_free(ports[name] + 10000) for name in names)
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True
+    return all(name in ports and is_port_free(ports[name]) and is_port_free(ports[name] + 10000) for name in names)
 
 
 def _free_port() -> int:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from torchrelay.errors import ConfigError
 
-__all__ = ["SeaweedPorts", "weed_command", "weed_environment"]
+__all__ = ["SeaweedPorts", "is_port_free", "weed_command", "weed_environment"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,7 +32,7 @@ class SeaweedPorts:
         """Find five free pairs of ports, below the range from which the kernel gives outgoing connections theirs."""
         found: list[int] = []
         for port in _candidates():
-            if all(_is_free(number) for number in (port, port + 10000)):
+            if all(is_port_free(number) for number in (port, port + 10000)):
                 found.append(port)
             if len(found) == 5:
                 return cls(master=found[0], volume=found[1], filer=found[2], s3=found[3], admin=found[4])
@@ -83,7 +83,8 @@ def _candidates() -> list[int]:
     return random.SystemRandom().sample(range(11000, 22000), 400)
 
 
-def _is_free(port: int) -> bool:
+def is_port_free(port: int) -> bool:
+    """Whether nobody listens there on the loopback interface."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
