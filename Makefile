@@ -15,6 +15,7 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 QUIET := -qq --progress-bar off
 ARGS ?=
+BENCHMARKS := $(filter-out __init__ report,$(basename $(notdir $(wildcard benchmarks/*.py))))
 PIP_ARGS ?=
 PYTHON ?=
 
@@ -50,7 +51,7 @@ down: $(STAMP) ## stop what `make up` started; its data stay
 	@$(BIN)/torchrelay down
 
 bench: $(STAMP) ## run every benchmark; each prints its numbers and its machine
-	@for file in benchmarks/bench_*.py; do echo "== $$file"; $(BIN)/python "$$file"; done
+	@for name in $(BENCHMARKS); do echo "== $$name"; $(BIN)/python -m benchmarks.$$name; done
 
 secrets: ## credentials for infra/docker-compose.yml, generated once
 	@"$$(infra/find-python $(PYTHON))" infra/credentials.py
