@@ -203,16 +203,17 @@ def start_generation(
     whole, and creates the record. Raises RunBusyError if the predecessor lives or somebody else won.
     """
     capable = store.probe().create
-    _await_death(store, run_id, read_history(store, run_id), lease_s=lease_s, clock=clock, cancelled=cancelled)
+    awaited = read_history(store, run_id)
+    _await_death(store, run_id, awaited, lease_s=lease_s, clock=clock, cancelled=cancelled)
     notices = []
-    finished = finish_pending(store, run_id, read_history(store, run_id))
+    finished = finish_pending(store, run_id, _still(awaited, read_history(store, run_id), run_id))
     if finished:
         notices.append(
             f"finished the commit of step {finished.step}, left complete by generation {finished.generation}"
         )
     history, found = _whole_line(store, run_id)
     notices += found
-    begin = history.latest
+    begin = _still(awaited, history, run_id).latest
     token = "" if capable else secrets.token_hex(8)
     record = Generation(
         run_id=run_id,
@@ -234,10 +235,19 @@ def start_generation(
         rivals = store.list(generation_key(run_id, record.number).removesuffix(".json")).objects
         won = min(item.key for item in rivals) == record.key
     if not won:
-        raise RunBusyError(
-            f"another start of run {run_id!r} won generation {record.number}", hint=f"torchrelay show {run_id}"
-        )
+        raise _beaten(run_id, record.number)
     return GenerationClaim(run_id=run_id, generation=record.number, begin=begin, fenced=capable, notices=tuple(notices))
+
+
+def _still(awaited: History, now: History, run_id: str) -> History:
+    """Return the history as it is now, if no generation began since the one whose end was awaited: that one lives, and must not be succeeded."""
+    if now.next_number != awaited.next_number:
+        raise _beaten(run_id, now.next_number - 1)
+    return now
+
+
+def _beaten(run_id: str, number: int) -> RunBusyError:
+    return RunBusyError(f"another start of run {run_id!r} won generation {number}", hint=f"torchrelay show {run_id}")
 
 
 def _await_death(
