@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -26,7 +27,7 @@ def test_the_demo_proves_what_it_says(tmp_path: Path) -> None:
     finally:
         subprocess.run([*command, "down"], env=environ, cwd=_ROOT, capture_output=True, timeout=200, check=True)
     assert done.returncode == 0, (done.stdout[-4000:], done.stderr[-4000:])
-    rows = {line[:42].strip(): line.split()[-1] for line in done.stdout.splitlines() if line.split()}
+    rows = dict(re.findall(r"^(\S.*?) {2,}(\S+)$", done.stdout, re.MULTILINE))
     assert rows["losses equal (450 steps)"] == "yes"
     assert rows["parameters equal (and optimizer state)"] == "yes"
     assert done.stdout.count("with SIGKILL") == 2

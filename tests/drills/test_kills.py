@@ -39,9 +39,9 @@ def _use(server: SeaweedServer | JuiceGateway, monkeypatch: pytest.MonkeyPatch, 
     return environ["TORCHRELAY_STORE"]
 
 
-def _slow_spec(store: str, run_id: str) -> TrainSpec:
+def _slow_spec(store: str, run_id: str, *, sleep_s: float = 0.02) -> TrainSpec:
     """Two ranks, loader workers, 120 steps of 20 ms: long enough to be hit in the middle."""
-    return tiny_spec(store, run_id, ranks=2, steps=120, interval=10, workers=1, sleep_s=0.02)
+    return tiny_spec(store, run_id, ranks=2, steps=120, interval=10, workers=1, sleep_s=sleep_s)
 
 
 def _equals_the_unbroken(store: str, spec: TrainSpec) -> None:
@@ -104,7 +104,9 @@ def test_a_killed_flow_process_leaves_a_run_that_goes_on(store: str, tmp_path: P
 @pytest.mark.parametrize("frozen", ["launcher", "everything"])
 def test_a_frozen_generation_that_thaws_does_not_count(store: str, frozen: str) -> None:
     """SIGSTOP past the lease, a successor runs to the end, SIGCONT: the zombie finds out and changes nothing."""
-    spec = _slow_spec(store, "zombie")
+    spec = _slow_spec(
+        store, "zombie", sleep_s=0.1
+    )  # what is left takes longer than the lease: the ranks must not finish meanwhile
     zombie = Launch(spec)
     zombie.wait_committed(20)
     pids = [zombie.process.pid]
