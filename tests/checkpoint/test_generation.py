@@ -26,6 +26,7 @@ from torchrelay.checkpoint.generation import (
 from torchrelay.checkpoint.history import read_history
 from torchrelay.checkpoint.host import ProcessIdentity, this_process
 from torchrelay.checkpoint.layout import ManifestRef
+from torchrelay.checkpoint.sealed import seal
 from torchrelay.config import RunSpec
 from torchrelay.errors import ConflictError, FencedError, NotFoundError, RunBusyError, RunMismatchError
 from torchrelay.store.base import ObjectStore
@@ -195,8 +196,22 @@ def test_a_lease_that_cannot_be_read_is_as_good_as_none() -> None:
     store = MemoryStore()
     new_run(store)
     assert read_lease(store, RUN, 1) is None
-    store.put(f"runs/{RUN}/leases/000001.json", b"garbage")
-    assert read_lease(store, RUN, 1) is None
+    for content in (b"garbage", seal("lease", {"generation": 1}), seal("lease", {"generation": None})):
+        store.put(f"runs/{RUN}/leases/000001.json", content)
+        assert read_lease(store, RUN, 1) is None
+
+
+def test_a_living_generation_is_left_alone_even_if_its_record_is_spoilt() -> None:
+    """The record cannot be read, the lease can: it is the lease that says whether somebody lives."""
+    store = MemoryStore()
+    new_run(store)
+    lease = Lease(store, begin(store), lease_s=5.0)
+    lease.renew(step=0)
+    store.put(f"runs/{RUN}/generations/000002.json", b"spoilt")
+    with pytest.raises(RunBusyError, match="generation 2"):
+        start_generation(store, RUN, info={}, lease_s=5.0, clock=_Living(lease))
+    lease.end({"kind": "killed"})
+    assert begin(store).generation == 3
 
 
 def test_without_conditional_writes_the_fallback_is_loud(juice: JuiceGateway, tmp_path: Path) -> None:

@@ -110,6 +110,7 @@ def test_exports_hold_the_weights_bit_for_bit(tmp_path: Path, trained: str) -> N
 @pytest.mark.parametrize(
     ("args", "code", "words"),
     [
+        (["show", "../x"], 78, ["not usable as a name"]),
         (["show", "nope"], 66, ["no run 'nope'", "there are: done"]),
         (["verify", "done", "--step", "7"], 66, ["no checkpoint of step 7", "its newest: "]),
         (["export", "done", "--component", "optimiser"], 66, ["no component 'optimiser'", "it has: ema"]),

@@ -148,3 +148,19 @@ def test_per_rank_state_comes_back_to_its_rank() -> None:
     assert holder.value["count"] == 3
     assert torch.equal(holder.value["noise"], torch.arange(3.0))
     assert torch.equal(torch.rand(2), expected)
+
+
+def test_a_state_that_contains_itself_is_refused_by_name() -> None:
+    """Not a crash deep in the interpreter."""
+    loop: dict[str, Any] = {}
+    loop["self"] = loop
+
+    class _Loop:
+        def state_dict(self) -> dict[str, Any]:
+            return loop
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            raise AssertionError
+
+    with pytest.raises(UnserialisableError, match="state of knot contains itself"):
+        TrainingState(model=nn.Linear(1, 1), extra={"knot": _Loop()}).capture(1)

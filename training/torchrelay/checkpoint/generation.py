@@ -141,16 +141,16 @@ def read_lease(store: ObjectStore, run_id: str, number: int) -> LeaseState | Non
     key = lease_key(run_id, number)
     try:
         body = unseal("lease", store.get(key), where=key)
-    except (NotFoundError, CorruptionError):
+        return LeaseState(
+            generation=int(body["generation"]),
+            lease_s=float(body["lease_s"]),
+            seq=int(body["seq"]),
+            step=int(body["step"]),
+            holder=ProcessIdentity.from_dict(body["holder"]),
+            outcome=body["outcome"],
+        )
+    except (NotFoundError, CorruptionError, KeyError, TypeError, ValueError):
         return None
-    return LeaseState(
-        generation=int(body["generation"]),
-        lease_s=float(body["lease_s"]),
-        seq=int(body["seq"]),
-        step=int(body["step"]),
-        holder=ProcessIdentity.from_dict(body["holder"]),
-        outcome=body["outcome"],
-    )
 
 
 class Lease:
@@ -254,10 +254,11 @@ def _await_death(
     store: ObjectStore, run_id: str, history: History, *, lease_s: float, clock: Clock, cancelled: Callable[[], bool]
 ) -> None:
     """Return when the newest generation is over: it said so, its process is known to be gone, or its lease stood still for its whole term."""
-    if history.newest is None:
+    number = history.next_number - 1  # the newest there ever was, even if its record cannot be read: its lease may be
+    if number == 0:
         return
-    number = history.newest.number
-    holder = ProcessIdentity.from_dict(history.newest.info.get("holder") or {})
+    known = history.newest if history.newest and history.newest.number == number else None
+    holder = ProcessIdentity.from_dict(known.info.get("holder") or {}) if known else None
     first = read_lease(store, run_id, number)
     began = clock.monotonic()
     while True:

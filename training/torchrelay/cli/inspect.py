@@ -19,6 +19,7 @@ from torchrelay.checkpoint.reader import (
     verify_checkpoint,
 )
 from torchrelay.cli.console import print_table, say, settings
+from torchrelay.config import parse_spec
 from torchrelay.errors import CorruptionError, NotFoundError
 from torchrelay.relay import GenerationSummary, read_status
 from torchrelay.store import open_store
@@ -59,7 +60,8 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def open_run_of(args: argparse.Namespace) -> tuple[ObjectStore, dict[str, Any]]:
-    """Open the store, and read what the run is. Raises NotFoundError with the nearest names."""
+    """Open the store, and read what the run is. Raises ConfigError for what cannot be a name, NotFoundError with the names there are."""
+    parse_spec({"run": {"run_id": args.run}}, where="RUN")
     store = open_store(args.store, environ=settings())
     try:
         return store, read_run(store, args.run)

@@ -110,7 +110,10 @@ class TrainingState:
         skeleton, lazy = {}, set[str]()
         for name, part in self.components().items():
             tree = part.state_dict()
-            skeleton[name] = encode(flat.name_tensors(tree, name), name)
+            try:
+                skeleton[name] = encode(flat.name_tensors(tree, name), name)
+            except RecursionError:
+                raise UnserialisableError(f"the state of {name} contains itself, or is nested too deeply") from None
             lazy |= _changed_by_optimizer_only(name, part, flat.tensors)
         own = _Flattener()
         ranked = {name: part.state_dict() for name, part in self.per_rank.items()}
