@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import pickle
+import struct
 import tracemalloc
 from dataclasses import replace
 from typing import Any
@@ -13,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchrelay.data.dataset import DatasetVersion
+from torchrelay.data.loader import elastic_loader
 from torchrelay.data.sampler import ElasticSampler, SampleKey
 from torchrelay.errors import StateMismatchError
 
@@ -101,6 +104,40 @@ def test_the_ledger_tells_orders_apart() -> None:
     assert len({base, *(other["ledger"] for other in others)}) == 5
 
 
+def test_the_order_and_the_ledger_never_change() -> None:
+    """Both are part of every stored run. The ledger is also computed here as the format says: a SHA-256 chain over the ids."""
+    sampler = _sampler()
+    assert sampler.global_ids(3).tolist() == [23, 29, 6, 28, 27, 14, 13, 22, 24, 8]
+    ledger = sampler.state_dict_at(5)["ledger"]
+    assert ledger == "c70abae218a02bac58115202783542eae8dde29aa47f08253eec669f9bd7aa3e"
+    link = bytes.fromhex(_sampler().state_dict_at(0)["ledger"])
+    for step in range(5):
+        link = hashlib.sha256(link + b"".join(struct.pack("<q", key) for key in _sampler().global_ids(step))).digest()
+    assert link.hex() == ledger
+
+
+def test_workers_that_fetch_ahead_do_not_move_the_position() -> None:
+    """Real workers, eight batches ahead: the state is that of the steps taken, and what was only fetched is drawn again."""
+    sampler = _sampler()
+    loader = elastic_loader(range(37), sampler, num_workers=2, prefetch_factor=4)
+    taken = [batch.tolist() for batch in itertools.islice(loader, 5)]
+    assert taken == [sampler.global_ids(step).tolist() for step in range(5)]
+    state = sampler.state_dict_at(5)
+    assert state == _sampler().state_dict_at(5)
+    resumed = _sampler()
+    resumed.load_state_dict(state)
+    (following,) = itertools.islice(elastic_loader(range(37), resumed), 1)
+    assert following.tolist() == sampler.global_ids(5).tolist()
+
+
+def test_links_that_were_dropped_are_computed_again() -> None:
+    """Drawn further ahead than the ledger remembers: the same links, in bounded memory."""
+    sampler = _sampler(7, 2)
+    _take(sampler, 4200)
+    for step in (3, 90, 4150):
+        assert sampler.state_dict_at(step) == _sampler(7, 2).state_dict_at(step)
+
+
 def test_asking_for_an_earlier_step_is_right_too() -> None:
     """A checkpoint of a step that lies behind the position: slower, and the same."""
     sampler = _sampler()
@@ -127,6 +164,8 @@ def test_iterating_twice_does_not_count_twice() -> None:
         ({"dataset": {"name": "t", "digest": "ab" * 32, "num_samples": 36}}, "number of samples"),
         ({"samples_consumed": 41}, "damaged"),
         ({"samples_consumed": -10}, "damaged"),
+        ({"samples_consumed": 40.7}, "not the state"),
+        ({"samples_consumed": float("inf")}, "not the state"),
         ({"ledger": "ab"}, "damaged"),
         ({"ledger": "zz"}, "not the state"),
         ({"dataset": None}, "not the state"),
@@ -139,6 +178,13 @@ def test_another_order_is_refused_and_named(change: dict[str, Any], words: str) 
     with pytest.raises(StateMismatchError, match=words):
         sampler.load_state_dict(state)
     assert sampler.start_step == 0
+
+
+@pytest.mark.parametrize("state", [{}, {"dataset": {}}, None, []])
+def test_what_is_no_state_at_all_is_refused(state: Any) -> None:
+    """Something of another object, or nothing."""
+    with pytest.raises(StateMismatchError, match="not the state"):
+        _sampler().load_state_dict(state)
 
 
 def test_the_name_of_a_dataset_may_change() -> None:

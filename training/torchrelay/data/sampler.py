@@ -143,7 +143,9 @@ class ElasticSampler:
 
     def _check(self, state: Mapping[str, Any]) -> tuple[int, bytes]:
         try:
-            data, consumed = state["dataset"], int(state["samples_consumed"])
+            data, consumed = state["dataset"], state["samples_consumed"]
+            if type(consumed) is not int:  # int() would cut off a fraction in silence, and go on at another sample
+                raise TypeError(f"samples_consumed is {consumed!r}")
             found = {
                 "dataset digest": (data["digest"], self.version.digest),
                 "number of samples": (data["num_samples"], self.version.num_samples),
