@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+import traceback
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -38,11 +39,11 @@ class Noisy:
 
 
 class Broken(Noisy):
-    """One sample cannot be read."""
+    """One sample cannot be read, and the error does not say which."""
 
     def __getitem__(self, index: int) -> torch.Tensor:
         if index == 5:
-            raise OSError("bad sector under sample 5")
+            raise OSError("bad sector")
         return super().__getitem__(index)
 
 
@@ -110,8 +111,17 @@ def test_the_trainings_own_random_streams_are_untouched(workers: int) -> None:
 
     before = state()
     _batches(elastic_loader(Noisy(), _sampler(), num_workers=workers, collate_fn=_shift), 3)
-    assert "bad sector under sample 5" in _failure(workers)
+    assert "bad sector" in _failure(workers)
     assert state() == before
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_error_names_the_sample(workers: int) -> None:
+    """The dataset's own error, of its own class, with the sample and the epoch it was asked for."""
+    text = _failure(workers)
+    assert text.startswith("OSError: ")
+    assert "bad sector" in text
+    assert "while sample 5 of epoch 0 was read" in text
 
 
 def _failure(workers: int) -> str:
@@ -120,7 +130,7 @@ def _failure(workers: int) -> str:
         _batches(elastic_loader(Broken(), _sampler(), num_workers=workers), 6)
     except OSError as error:
         error.__traceback__ = None
-        return str(error)
+        return "".join(traceback.format_exception(error))
     return "nothing"
 
 
@@ -167,7 +177,52 @@ def test_workers_end_with_a_killed_rank(tmp_path: Path) -> None:
         pids = [int(word) for word in rank.stdout.readline().split()]
         assert len(set(pids)) == 2
         rank.kill()
-    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), what="the end of the workers")
+    wait_until(lambda: all(_has_ended(pid) for pid in pids), what="the end of the workers")
+
+
+def _has_ended(pid: int) -> bool:
+    """Whether it runs no more; the process that takes over orphans may leave a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("Z", "X")
+    except OSError:
+        return True
+
+
+def test_a_worker_whose_parent_was_killed_before_it_looked_ends_too() -> None:
+    """An orphan from the first moment has another parent than the one it was made by; it must not take that one for its own."""
+    with subprocess.Popen([sys.executable, "-c", ""]) as dead:
+        dead.wait(30)
+    code = f"from torchrelay.data.loader import _obey_parent_only; _obey_parent_only({dead.pid})"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 1
+
+
+def test_the_loaders_own_stop_request_is_obeyed(worker: tuple[int, Iterator[torch.Tensor]]) -> None:
+    """SIGTERM of the rank itself is DataLoader's last resort against a stuck worker."""
+    pid, _batches_of_it = worker
+    os.kill(pid, signal.SIGTERM)
+    wait_until(lambda: _has_ended(pid), what="the end of the worker")
+
+
+class _Seen(Noisy):
+    """Shows how the generators were seeded, by what their makers promise to keep from version to version."""
+
+    def __getitem__(self, index: int) -> Any:
+        return int(index), random.random(), float(np.random.rand()), torch.initial_seed()
+
+
+def test_seeds_never_change() -> None:
+    """Augmentation after a restart by a later version is what it would have been."""
+    assert SeededDataset(_Seen())[SampleKey(7, 2, 3)] == (7, 0.4714536530884129, 0.833812682026904, 5273151289253242988)
+    assert sample_generator(SampleKey(7, 2, 3)).initial_seed() == 6601087595766519532
+    collated = next(iter(elastic_loader(_Seen(), _sampler(), collate_fn=lambda _: _Seen()[0])))
+    assert collated == (0, 0.42445009952412205, 0.7059891001425361, 2969109530246866976)
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_every_way_of_starting_workers_gives_the_same(alone: torch.Tensor, method: str) -> None:
+    """Also where a worker is no child of the rank: it must not take itself for an orphan."""
+    loader = elastic_loader(Noisy(), _sampler(), num_workers=1, multiprocessing_context=method)
+    assert torch.equal(_batches(loader, 7), alone)
 
 
 def test_a_generator_of_its_own_for_each_sample() -> None:

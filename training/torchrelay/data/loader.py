@@ -95,7 +95,13 @@ class SeededDataset(Dataset[Any]):
                 f"a SeededDataset is indexed by SampleKey, as ElasticSampler yields them, not by {type(key).__name__}"
             )
         _Seeds(key, "sample").plant()
-        return self.dataset[key]
+        try:
+            return self.dataset[key]
+        except (
+            Exception
+        ) as error:  # the same error, so that it is judged by its class; a note survives the way out of a worker
+            error.add_note(f"while sample {int(key)} of epoch {key.epoch} was read")
+            raise
 
 
 class _Samples(list[Any]):
@@ -188,12 +194,24 @@ def _obey_parent_only(parent: int) -> None:
     A worker that outlived its rank would keep the rank's sockets and pipes open, and others would believe it alive. The
     parent-death signal of Linux is not used: it fires when the *thread* that started the worker ends.
     """
-    born_of = os.getppid()  # the parent, or the fork server of that start method, which dies with it
-    while os.getppid() == born_of:
+    # The parent; or the fork server of that start method, which dies with it; or whoever took over a worker whose parent was
+    # killed before this line, which is why the parent itself is looked at too.
+    born_of = os.getppid()
+    while os.getppid() == born_of and (born_of == parent or _exists(parent)):
         received = signal.sigtimedwait({signal.SIGTERM}, _LOOK_S)
         if received is not None and received.si_pid == parent:
             os._exit(0)
     os._exit(1)
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def _check_arguments(dataset: MapDataset, sampler: ElasticSampler, given: dict[str, Any]) -> None:
