@@ -97,9 +97,8 @@ class SeededDataset(Dataset[Any]):
         _Seeds(key, "sample").plant()
         try:
             return self.dataset[key]
-        except (
-            Exception
-        ) as error:  # the same error, so that it is judged by its class; a note survives the way out of a worker
+        except Exception as error:
+            # The same error, so that it is judged by its class. A note survives the way out of a worker.
             error.add_note(f"while sample {int(key)} of epoch {key.epoch} was read")
             raise
 
