@@ -79,8 +79,9 @@ class DatasetVersion:
     ) -> Self:
         """Hash files by their names relative to ``root`` and their bytes, whatever their order.
 
-        Without a root the bare file names count. ``num_samples`` defaults to one sample per file. Raises ValueError if two files
-        have one name or a file lies outside the root, OSError if one cannot be read.
+        Without a root the bare file names count. A symbolic link goes by its own name and the bytes it leads to.
+        ``num_samples`` defaults to one sample per file. Raises ValueError if two files have one name or a file lies outside the
+        root, OSError if one cannot be read.
         """
         named = _by_name([Path(path) for path in paths], Path(root) if root is not None else None)
         total = hashlib.sha256(b"torchrelay/files/1\n")
@@ -100,14 +101,22 @@ class DatasetVersion:
 def _by_name(paths: list[Path], root: Path | None) -> dict[str, Path]:
     named: dict[str, Path] = {}
     for path in paths:
-        try:
-            relative = path.resolve().relative_to(root.resolve()).as_posix() if root is not None else path.name
-        except ValueError:
-            raise ValueError(f"{path} does not lie in {root}") from None
+        relative = _place_below(path, root) if root is not None else path.name
         if relative in named:
             raise ValueError(f"{named[relative]} and {path} have the same name {relative!r}; give their root")
         named[relative] = path
     return named
+
+
+def _place_below(path: Path, root: Path) -> str:
+    """Return the name of ``path`` relative to ``root``. Links are followed up to the folder: a file that is one keeps its own name.
+
+    Debian's own Python has such files in its library: aliases of others, and links to /etc.
+    """
+    try:
+        return (path.parent.resolve() / path.name).relative_to(root.resolve()).as_posix()
+    except ValueError:
+        raise ValueError(f"{path} does not lie in {root}") from None
 
 
 def _file_digest(path: Path) -> bytes:
@@ -130,10 +139,10 @@ def _put_value(put: _Put, value: Any, where: str) -> None:
     if torch is not None and isinstance(value, torch.Tensor):
         _put_tensor(put, value, where)
     elif isinstance(value, np.ndarray | np.generic):
-        _put_array(put, np.asarray(value), where)
+        _put_array(put, value, where)
     elif isinstance(value, Mapping):
         _put_sized(put, b"d", str(len(value)).encode())
-        for key in sorted(value, key=lambda key: (type(key).__name__, key)):
+        for key in _in_order(value, where):
             _put_value(put, key, f"{where}: a key")
             _put_value(put, value[key], f"{where}[{key!r}]")
     elif isinstance(value, tuple | list):
@@ -142,6 +151,13 @@ def _put_value(put: _Put, value: Any, where: str) -> None:
             _put_value(put, item, f"{where}[{position}]")
     else:
         _put_scalar(put, value, where)
+
+
+def _in_order(keys: Iterable[Any], where: str) -> list[Any]:
+    try:
+        return sorted(keys, key=lambda key: (type(key).__name__, key))
+    except TypeError as error:
+        raise ValueError(f"{where} has keys without an order ({error}), and so no canonical digest") from error
 
 
 def _put_scalar(put: _Put, value: Any, where: str) -> None:
@@ -173,7 +189,10 @@ def _put_tensor(put: _Put, tensor: Any, where: str) -> None:
     put(flat.view(torch.uint8).numpy() if flat.numel() else b"")
 
 
-def _put_array(put: _Put, array: np.ndarray[Any, Any], where: str) -> None:
+def _put_array(put: _Put, value: np.ndarray[Any, Any] | np.generic, where: str) -> None:
+    if isinstance(value, np.ma.MaskedArray):
+        raise ValueError(f"{where} is a masked array, which has no canonical digest: give its data and its mask")
+    array = np.asarray(value)
     if array.dtype.hasobject or array.dtype.fields is not None:
         raise ValueError(f"{where} is an array of {array.dtype}; only plain numbers and text have a canonical digest")
     little = array.dtype.newbyteorder("<")
