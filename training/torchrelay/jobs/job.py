@@ -11,6 +11,7 @@ import difflib
 import hashlib
 import importlib
 import importlib.util
+import shlex
 import sys
 import traceback
 import typing
@@ -119,16 +120,28 @@ def resolve_job(target: str) -> Callable[[JobContext], Job]:
     Raises JobError: no such module, file or function, not a function, or an error (named with its line) while importing.
     """
     place, _, name = target.rpartition(":")
-    if not place or not name:
-        raise JobError(f"job {target!r} must look like package.module:function or path/to/file.py:function")
-    module = _import_file(Path(place)) if place.endswith(".py") or "/" in place else _import_module(place)
+    is_file = place.endswith(".py") or "/" in place
+    if not place or not name or (place.startswith(".") and not is_file):
+        raise JobError(
+            f"job {target!r} must look like package.module:function or path/to/file.py:function",
+            hint="for example torchrelay.jobs.stdlib_gpt:build",
+        )
+    module = _import_file(Path(place)) if is_file else _import_module(place)
     found: Any = module
     for part in name.split("."):
-        if not hasattr(found, part):
-            raise JobError(f"{place} has no {name!r}", hint=_near(part, found, place))
-        found = getattr(found, part)
+        try:
+            found = getattr(found, part)
+        except AttributeError:
+            raise JobError(f"{place} has no {name!r}", hint=_near(part, found, place)) from None
+        except _PASS_THROUGH:
+            raise
+        except (Exception, SystemExit) as error:  # a module that imports its names when they are asked for
+            hint = "mend that line, or install what it needs"
+            raise JobError(f"{target} cannot be imported: {_describe(error, None)}", hint=hint) from error
     if not callable(found):
-        raise JobError(f"{target} is a {_kind(found)}, not a function that builds a job")
+        raise JobError(
+            f"{target} is a {_kind(found)}, not a function that builds a job", hint=_functions(module, place)
+        )
     return typing.cast(Callable[[JobContext], Job], found)
 
 
@@ -140,7 +153,10 @@ def build_job(target: str, context: JobContext) -> Job:
     except _PASS_THROUGH:
         raise
     except (Exception, SystemExit) as error:
-        raise JobError(f"{target} raised while it built the job: {_describe(error, function)}") from error
+        raise JobError(
+            f"{target} raised while it built the job: {_describe(error, function)}",
+            hint="the function is called anew at each start: mend that line and start again",
+        ) from error
     if not isinstance(job, Job):
         raise JobError(
             f"{target} returned a {_kind(job)}, not a Job", hint="end it with: return torchrelay.Job(model=..., ...)"
@@ -154,23 +170,23 @@ def read_options(kind: type[_T], options: Mapping[str, Any]) -> _T:
     Raises JobError for an unknown name (with the nearest known one), a wrong type, or a value the class refuses with ValueError.
     """
     known = {item.name for item in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    hints = typing.get_type_hints(kind)
+    hints = {name: hint for name, hint in typing.get_type_hints(kind).items() if name in known}
     values: dict[str, Any] = {}
     for name, given in options.items():
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known options: {', '.join(sorted(known))}"
+            hint = f"did you mean {near[0]!r}?" if near else _types(hints)
             raise JobError(f"unknown option {name!r}", hint=hint)
         wanted = hints[name]
-        value = float(given) if wanted is float and type(given) is int else given
-        if isinstance(wanted, type) and type(value) is not wanted:
+        if isinstance(wanted, type) and type(given) is not wanted and not (wanted is float and type(given) is int):
             shown = f"{_kind(given)} ({str(given)[:60]!r})"
-            raise JobError(f"option {name!r} must be of type {wanted.__name__}, not {shown}")
-        values[name] = value
+            raise JobError(f"option {name!r} must be of type {wanted.__name__}, not {shown}", hint=_types(hints))
+        values[name] = given
     try:
+        values = {name: float(value) if hints[name] is float else value for name, value in values.items()}
         return kind(**values)
-    except (TypeError, ValueError) as error:
-        raise JobError(f"options: {error}") from error
+    except (TypeError, ValueError, OverflowError) as error:
+        raise JobError(f"options: {error}", hint=_types(hints)) from error
 
 
 def _import_module(name: str) -> ModuleType:
@@ -180,21 +196,42 @@ def _import_module(name: str) -> ModuleType:
         raise
     except ModuleNotFoundError as error:
         if error.name is None or not (name == error.name or name.startswith(error.name + ".")):
-            raise JobError(f"{name} cannot be imported: {_describe(error, None)}") from error
+            raise _import_failed(name, error, name) from error
         hint = f"install it, or start from the folder that holds it (now {Path.cwd()})"
         raise JobError(f"there is no module {error.name!r}, which job {name} needs", hint=hint) from error
     except (Exception, SystemExit) as error:
-        raise JobError(f"{name} cannot be imported: {_describe(error, None)}") from error
+        raise _import_failed(name, error, name) from error
+
+
+def _import_failed(what: str, error: BaseException, place: str) -> JobError:
+    """Say where it failed, and how to see the rest."""
+    if place.endswith(".py") and "relative import" in str(error):
+        hint = "a job file is part of no package: `import name` finds a file beside it; or name the job package.module:function"
+    else:
+        code = shlex.quote(place) if place.endswith(".py") else f"-c {shlex.quote(f'import {place}')}"
+        hint = f"the whole traceback: python {code}"
+    return JobError(f"{what} cannot be imported: {_describe(error, None)}", hint=hint)
+
+
+def _job_file(given: Path) -> Path:
+    try:
+        path = given.expanduser().resolve()
+        if path.suffix != ".py":
+            raise JobError(
+                f"job file {given} must end in .py", hint="name a file of Python, or package.module:function"
+            )
+        if path.is_file():
+            return path
+        near = difflib.get_close_matches(path.name, [item.name for item in path.parent.glob("*.py")], n=1)
+    except (RuntimeError, ValueError, OSError) as error:
+        # No such home, a circle of links, a forbidden folder, or no path at all.
+        raise JobError(f"job file {given} cannot be found: {error}", hint="check the path") from error
+    hint = f"did you mean {given.parent / near[0]}?" if near else f"paths are relative to {Path.cwd()}"
+    raise JobError(f"there is no job file {given}", hint=hint)
 
 
 def _import_file(given: Path) -> ModuleType:
-    path = given.expanduser().resolve()
-    if path.suffix != ".py":
-        raise JobError(f"job file {given} must end in .py")
-    if not path.is_file():
-        near = difflib.get_close_matches(path.name, [item.name for item in path.parent.glob("*.py")], n=1)
-        hint = f"did you mean {given.parent / near[0]}?" if near else f"paths are relative to {Path.cwd()}"
-        raise JobError(f"there is no job file {given}", hint=hint)
+    path = _job_file(given)
     # One name per path: two files called train.py are two modules, and one file is imported once.
     name = f"torchrelay_job_{hashlib.sha256(str(path).encode()).hexdigest()[:16]}"
     if name in sys.modules:
@@ -213,7 +250,7 @@ def _import_file(given: Path) -> ModuleType:
         raise
     except (Exception, SystemExit) as error:
         del sys.modules[name]
-        raise JobError(f"{given} cannot be imported: {_describe(error, None)}") from error
+        raise _import_failed(str(given), error, str(given)) from error
     return module
 
 
@@ -233,15 +270,20 @@ def _near(name: str, holder: object, place: str) -> str:
     near = difflib.get_close_matches(name, public, n=3)
     if near:
         return f"did you mean {' or '.join(repr(item) for item in near)}?"
-    functions = [
-        item for item in public if callable(getattr(holder, item)) and not isinstance(getattr(holder, item), type)
-    ]
-    own = [
-        item
-        for item in functions
-        if getattr(getattr(holder, item), "__module__", "") == getattr(holder, "__name__", "")
-    ]
+    return _functions(holder, place)
+
+
+def _functions(holder: object, place: str) -> str:
+    public = {item: getattr(holder, item) for item in dir(holder) if not item.startswith("_")}
+    functions = {item: value for item, value in public.items() if callable(value) and not isinstance(value, type)}
+    home = getattr(holder, "__name__", "")
+    own = [item for item, value in functions.items() if getattr(value, "__module__", "") == home]
     return f"functions of {place}: {', '.join(own[:8])}" if own else f"{place} defines no function"
+
+
+def _types(hints: Mapping[str, Any]) -> str:
+    shown = (f"{name} ({getattr(kind, '__name__', kind)})" for name, kind in sorted(hints.items()))
+    return f"known options: {', '.join(shown)}"
 
 
 def _kind(value: object) -> str:
