@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -12,6 +15,7 @@ from torchrelay.data.loader import elastic_loader
 from torchrelay.data.sampler import ElasticSampler
 from torchrelay.errors import JobError
 from torchrelay.jobs.job import Job, JobContext, build_job
+from torchrelay.jobs.stdlib_gpt import SourceWindows
 
 _TARGET = "torchrelay.jobs.stdlib_gpt:build"
 
@@ -40,26 +44,64 @@ def test_it_learns() -> None:
     assert sum(losses[-10:]) / 10 < 3.2
 
 
-def test_it_writes_the_same_for_the_same_weights_and_disturbs_nothing() -> None:
-    """Generators and training mode are as before; the text begins with the prompt."""
-    job = _build(d_model=16, layers=1)
+@pytest.mark.parametrize("training", [True, False])
+def test_it_writes_the_same_for_the_same_weights_and_disturbs_nothing(training: bool) -> None:
+    """Generators, training mode and weights are as before; the text begins with the prompt."""
+
+    def state() -> tuple[Any, ...]:
+        modes = [module.training for module in job.model.modules()]
+        weights = [value.clone() for value in job.model.state_dict().values()]
+        return random.getstate(), torch.get_rng_state().tolist(), modes, [value.tolist() for value in weights]
+
+    job = _build(d_model=16, layers=1, context=16, dropout=0.5)
     assert job.sample is not None
-    before = torch.get_rng_state()
+    job.model.train(training)
+    before = state()
     text = job.sample(job.model)
     assert text.startswith("def ")
     assert text == job.sample(job.model)
-    assert torch.equal(torch.get_rng_state(), before)
+    assert state() == before
+    assert job.model.training is training
+
+
+def test_training_mode_comes_back_after_a_failure() -> None:
+    """A model that cannot write may still be trained."""
+    job = _build(d_model=16, layers=1)
+    assert job.sample is not None
+    before = torch.get_rng_state()
+    job.model.get_submodule("norm").register_forward_hook(_refuse)
+    with pytest.raises(RuntimeError, match="refused"):
+        job.sample(job.model)
     assert job.model.training
+    assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_its_data_have_a_name() -> None:
-    """The same library gives the same digest and windows; sample i begins where the one before ended."""
-    one, two = _build(context=32), _build(context=32)
-    assert one.dataset_version == two.dataset_version
-    assert len(one.dataset) == one.dataset_version.num_samples > 1000
-    first, second = one.dataset[0], one.dataset[1]
-    assert first.shape == (33,)
-    assert first[-1] == second[0]
+def _refuse(*_: object) -> None:
+    raise RuntimeError("refused")
+
+
+@pytest.mark.parametrize("context", [1, 31, 64])
+def test_its_samples_cover_the_text_without_gaps(context: int) -> None:
+    """Each begins with the byte that the one before ended with, and the last is whole."""
+    windows = SourceWindows.of_stdlib(context)
+    places = [0, 1, 2, len(windows) - 2, len(windows) - 1]
+    shown = [windows[place] for place in places]
+    assert all(window.shape == (context + 1,) and window.dtype == torch.uint8 for window in shown)
+    assert shown[0][-1] == shown[1][0]
+    assert shown[-2][-1] == shown[-1][0]
+    assert len(windows) == windows.version.num_samples
+
+
+def test_its_data_have_the_same_name_in_another_process() -> None:
+    """Two contexts divide the same files differently: one digest, other numbers of samples."""
+    code = "from torchrelay.jobs.stdlib_gpt import SourceWindows as S; print(S.of_stdlib(32).version)"
+    environ = {**os.environ, "PYTHONHASHSEED": "1"}
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=environ)
+    version = _build(context=32).dataset_version
+    assert done.stdout.strip() == str(version)
+    other = SourceWindows.of_stdlib(64).version
+    assert other.digest == version.digest
+    assert other.num_samples < version.num_samples
 
 
 @pytest.mark.parametrize(
@@ -68,8 +110,18 @@ def test_its_data_have_a_name() -> None:
         ({"d_modle": 32}, "did you mean 'd_model'"),
         ({"d_model": 30, "heads": 4}, "multiple of heads"),
         ({"layers": 0}, "at least 1"),
+        ({"heads": 0}, "at least 1"),
+        ({"context": 0}, "at least 1"),
+        ({"d_model": -4}, "at least 1"),
+        ({"layers": 1.0}, "must be of type int"),
         ({"dropout": 1.0}, "dropout"),
+        ({"dropout": float("nan")}, "dropout"),
         ({"lr": 0}, "lr must be positive"),
+        ({"lr": float("nan")}, "lr must be positive"),
+        ({"lr": float("inf")}, "finite"),
+        ({"weight_decay": -0.1}, "not be negative"),
+        ({"weight_decay": float("nan")}, "not be negative"),
+        ({"warmup_steps": -1}, "not be negative"),
     ],
 )
 def test_its_options_are_checked(options: dict[str, Any], words: str) -> None:

@@ -50,8 +50,10 @@ class GPTOptions:
             raise ValueError(f"d_model {self.d_model} must be a multiple of heads {self.heads}")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must lie in [0, 1), not {self.dropout}")
-        if self.lr <= 0 or self.weight_decay < 0 or self.warmup_steps < 0:
-            raise ValueError("lr must be positive, weight_decay and warmup_steps must not be negative")
+        if not (0 < self.lr < math.inf and 0 <= self.weight_decay < math.inf and self.warmup_steps >= 0):  # nan neither
+            raise ValueError(
+                "lr must be positive, weight_decay and warmup_steps must not be negative; both rates finite"
+            )
 
 
 def build(context: JobContext) -> Job:
