@@ -220,6 +220,7 @@ def test_options_are_read_with_their_types() -> None:
         ({"width": 2.5}, "not float"),
         ({"width": None}, "not NoneType"),
         ({"rate": "0.1"}, "must be of type float, not str"),
+        ({"rate": True}, "must be of type float, not bool"),
         ({"wide": 1}, "must be of type bool, not int"),
         ({"width": 0}, "width must be at least 1"),
         ({"rate": 10**400}, "too large"),

@@ -6,6 +6,8 @@ import os
 import random
 import subprocess
 import sys
+import sysconfig
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from torchrelay.data.loader import elastic_loader
 from torchrelay.data.sampler import ElasticSampler
 from torchrelay.errors import JobError
 from torchrelay.jobs.job import Job, JobContext, build_job
-from torchrelay.jobs.stdlib_gpt import SourceWindows
+from torchrelay.jobs.stdlib_gpt import _SKIPPED, SourceWindows
 
 _TARGET = "torchrelay.jobs.stdlib_gpt:build"
 
@@ -90,6 +92,28 @@ def test_its_samples_cover_the_text_without_gaps(context: int) -> None:
     assert shown[0][-1] == shown[1][0]
     assert shown[-2][-1] == shown[-1][0]
     assert len(windows) == windows.version.num_samples
+
+
+def test_its_text_is_in_the_order_of_names() -> None:
+    """The digest does not cover the order of the files, so it must be the same on every machine, whatever its folders list first."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    names = sorted(path for path in root.rglob("*.py") if not _SKIPPED & set(path.relative_to(root).parts))
+    text = b"".join(path.read_bytes() for path in names)
+    windows = SourceWindows.of_stdlib(1024)
+    assert len(windows) == (len(text) - 1) // 1024
+    shown = b"".join(bytes(windows[place][:-1].tolist()) for place in range(0, len(windows), 97))
+    assert shown == b"".join(text[place * 1024 : (place + 1) * 1024] for place in range(0, len(windows), 97))
+
+
+def test_no_place_sees_what_comes_after_it() -> None:
+    """Otherwise its loss would fall for the wrong reason."""
+    model = _build(d_model=16, layers=2, context=12).model.eval()
+    symbols = torch.arange(12).unsqueeze(0)
+    changed = symbols.clone()
+    changed[0, 7:] += 100
+    one, two = model(symbols), model(changed)
+    assert torch.allclose(one[:, :7], two[:, :7])
+    assert not torch.allclose(one[:, 7], two[:, 7])
 
 
 def test_its_data_have_the_same_name_in_another_process() -> None:
