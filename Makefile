@@ -12,10 +12,11 @@ MAKEFLAGS += --no-print-directory
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PEERS := $(VENV)/.peers
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 QUIET := -qq --progress-bar off
 ARGS ?=
-BENCHMARKS := $(filter-out __init__ report,$(basename $(notdir $(wildcard benchmarks/*.py))))
+BENCHMARKS := $(basename $(notdir $(shell grep -l __main__ benchmarks/*.py)))
 PIP_ARGS ?=
 PYTHON ?=
 
@@ -50,7 +51,7 @@ up: $(STAMP) ## object store, Prefect server and flows on this machine
 down: $(STAMP) ## stop what `make up` started; its data stay
 	@$(BIN)/torchrelay down
 
-bench: $(STAMP) ## run every benchmark; each prints its numbers and its machine
+bench: $(PEERS) ## run every benchmark; each prints its numbers and its machine
 	@for name in $(BENCHMARKS); do echo "== $$name"; $(BIN)/python -m benchmarks.$$name; done
 
 secrets: ## credentials for infra/docker-compose.yml, generated once
@@ -65,6 +66,12 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "Installing into $(VENV) (PyTorch, Prefect and the tools of the tests; a few minutes the first time)"
 	@$(PIP) install $(QUIET) $(PIP_ARGS) -c constraints.txt hatchling editables
 	@$(PIP) install $(QUIET) $(PIP_ARGS) -c constraints.txt --no-build-isolation -e '.[flows,local,dev]'
+	@touch $@
+
+# Other checkpoint engines, which only the benchmarks need.
+$(PEERS): $(STAMP)
+	@$(PIP) install $(QUIET) $(PIP_ARGS) -c constraints.txt setuptools
+	@$(PIP) install $(QUIET) $(PIP_ARGS) -c constraints.txt --no-build-isolation -e '.[flows,local,dev,bench]'
 	@touch $@
 
 # Optional: the tests that parse the compose files skip, and say so, where this is missing.
