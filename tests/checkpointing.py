@@ -12,7 +12,8 @@ from torchrelay.checkpoint.history import read_history
 from torchrelay.checkpoint.layout import ManifestRef
 from torchrelay.checkpoint.manifest import Manifest, TensorMeta
 from torchrelay.checkpoint.pack import Piece
-from torchrelay.checkpoint.reader import load_manifest, read_tensors
+from torchrelay.checkpoint.reader import load_manifest
+from torchrelay.checkpoint.regions import read_tensors
 from torchrelay.config import RunSpec
 from torchrelay.store.base import ObjectStore
 from torchrelay.testing.clock import FakeClock
@@ -57,6 +58,7 @@ def make_shards(ref: ManifestRef, *, world_size: int = 2) -> list[Shard]:
                 ref=ref,
                 rank=rank,
                 world_size=world_size,
+                tensors=tensors,
                 boxes=tuple((name, (0,) * len(shape), shape) for name, shape in _SHAPES.items()),
                 pieces=tuple(pieces),
                 local={"rank": rank},

@@ -14,7 +14,8 @@ from typing import Any
 
 from tests.waiting import wait_until
 from torchrelay.checkpoint.history import read_history
-from torchrelay.checkpoint.reader import load_manifest, loss_trace, read_tensors
+from torchrelay.checkpoint.reader import load_manifest, loss_trace
+from torchrelay.checkpoint.regions import read_tensors
 from torchrelay.config import FaultSpec, RunSpec, SaveSpec, TrainSpec, WorldSpec, spec_to_dict
 from torchrelay.relay import Outcome
 from torchrelay.store import open_store

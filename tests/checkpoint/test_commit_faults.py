@@ -18,7 +18,7 @@ from torchrelay.checkpoint.commit import commit_manifest
 from torchrelay.checkpoint.generation import open_run
 from torchrelay.checkpoint.history import read_history
 from torchrelay.checkpoint.layout import ManifestRef, manifests_prefix
-from torchrelay.checkpoint.manifest import ShardRecord, assemble_manifest
+from torchrelay.checkpoint.manifest import RecordSummary, ShardRecord, assemble_manifest
 from torchrelay.checkpoint.reader import clear_damage, mark_damaged
 from torchrelay.errors import FencedError, StoreUnavailableError
 from torchrelay.store.memory import MemoryStore
@@ -212,8 +212,10 @@ class Relay(RuleBasedStateMachine):
         if data.draw(st.booleans()):
             keys = [item.key for item in self.store.list(f"runs/{RUN}/records/{ref}/").objects]
             raw = [bytes(self.store.get(key)) for key in keys]
-            parsed = [(ShardRecord.from_bytes(body, where="zombie"), body) for body in raw]
-            self.store.put(ref.key(RUN), assemble_manifest(parsed).to_bytes())
+            head = ShardRecord.from_bytes(raw[0], where="zombie").head
+            assert head is not None
+            parsed = [(RecordSummary.parse(body, where="zombie")[0], len(body)) for body in raw]
+            self.store.put(ref.key(RUN), assemble_manifest(head, parsed).to_bytes())
 
     @precondition(lambda self: bool(self._visible()))
     @rule()

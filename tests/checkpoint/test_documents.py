@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from tests.checkpointing import RUN, begin, new_run, save, write
 from torchrelay.checkpoint.commit import commit_manifest
+from torchrelay.checkpoint.cover import check_cover
 from torchrelay.checkpoint.generation import Lease, open_run, read_run, start_generation
 from torchrelay.checkpoint.history import Generation, chain, read_history
 from torchrelay.checkpoint.layout import (
@@ -40,7 +41,6 @@ from torchrelay.checkpoint.manifest import (
     RecordRef,
     ShardRecord,
     TensorMeta,
-    check_cover,
 )
 from torchrelay.checkpoint.sealed import FORMAT_VERSION, seal, unseal
 from torchrelay.config import RunSpec
@@ -71,7 +71,9 @@ _RECORD = ShardRecord(
         Box("scalar", (), (), (Chunk(0, 2, 0, 120, "01" * 16),)),
     ),
     local={"rng": {"$bytes": "AAEC"}},
+    cover=2**100 + 7,
     head=_HEAD.head(),
+    fragment={"tensors": {"x": ["int8", [4]]}, "items": {"model": [[0, {"$tensor": "x"}]]}},
 )
 _GENERATION = Generation(
     run_id=RUN, number=3, begin=_REF, lineage=((1, 4), (2, 7)), nonce="5a" * 8, info={"host": "a", "holder": None}
@@ -195,6 +197,26 @@ def test_a_document_of_another_kind_is_damage(kind: str) -> None:
                 _PARSERS[kind](_DOCUMENTS[other])
 
 
+def _resealed_detail(detail: Any) -> bytes:
+    """Put another detail into the record, with a summary that names it rightly."""
+    line = json.dumps(detail).encode()
+    summary = json.loads(_DOCUMENTS["record"].split(b"\n")[1])
+    return seal("record", {**summary, "detail": [hashlib.sha256(line).hexdigest(), len(line)]}) + line + b"\n"
+
+
+def test_a_malformed_detail_is_damage_or_means_something() -> None:
+    """The same for the second part of a record."""
+    refused = 0
+    detail = json.loads(_DOCUMENTS["record"].split(b"\n")[2])
+    assert ShardRecord.from_bytes(_resealed_detail(detail), where="it").boxes == _RECORD.boxes
+    for spoilt in _spoilt(detail):
+        try:
+            check_cover(_HEAD.tensors, [ShardRecord.from_bytes(_resealed_detail(spoilt), where="it")])
+        except CorruptionError:
+            refused += 1
+    assert refused > 50
+
+
 def _spoilt(body: Any) -> Iterator[Any]:
     """Yield the body with each of its nodes, in turn, taken away or replaced by something of another kind."""
     for key in list(body) if isinstance(body, dict) else range(len(body)):
@@ -219,7 +241,7 @@ def test_a_malformed_body_is_damage_or_means_something(kind: str) -> None:
     body = json.loads(_DOCUMENTS[kind].split(b"\n")[1])
     for spoilt in _spoilt(body):
         try:
-            document = _PARSERS[kind](seal(kind, spoilt))
+            document = _PARSERS[kind](seal(kind, spoilt) + b"\n".join(_DOCUMENTS[kind].split(b"\n")[2:]))
             if isinstance(document, ShardRecord):
                 check_cover(_HEAD.tensors, [document])
             elif isinstance(document, Generation):

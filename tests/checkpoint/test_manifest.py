@@ -13,8 +13,9 @@ from safetensors.numpy import load
 
 from tests.checkpointing import RUN, begin, make_shards, new_run, write
 from torchrelay.checkpoint.commit import commit_manifest
+from torchrelay.checkpoint.cover import check_cover
 from torchrelay.checkpoint.layout import DTYPES, PACK_BYTES, ManifestRef, parse_generation_key, parse_manifest_key
-from torchrelay.checkpoint.manifest import Box, Chunk, Manifest, PackInfo, ShardRecord, TensorMeta, check_cover
+from torchrelay.checkpoint.manifest import Box, Chunk, Manifest, PackInfo, ShardRecord, TensorMeta
 from torchrelay.checkpoint.pack import Piece, build_pack, group_pieces
 from torchrelay.checkpoint.reader import list_checkpoints
 from torchrelay.errors import CorruptionError

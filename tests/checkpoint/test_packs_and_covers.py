@@ -14,9 +14,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
+from torchrelay.checkpoint.cover import check_cover
 from torchrelay.checkpoint.layout import CHUNK_BYTES, DTYPES, PACK_BYTES, ManifestRef
-from torchrelay.checkpoint.manifest import Box, Chunk, PackInfo, ShardRecord, TensorMeta, check_cover
-from torchrelay.checkpoint.pack import Piece, build_pack, group_pieces
+from torchrelay.checkpoint.manifest import Box, Chunk, PackInfo, ShardRecord, TensorMeta
+from torchrelay.checkpoint.pack import Piece, build_pack, group_pieces, problem_of_pack
 from torchrelay.errors import CorruptionError
 
 _KNOWN = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "C64": 8, "BOOL": 1}
@@ -54,7 +55,13 @@ def test_a_pack_is_read_by_the_rule_of_its_format(cuts: list[tuple[str, int]], d
     pack = build_pack(pieces)
     file = b"".join(pack.parts)
     assert _parse(file) == {piece.name: bytes(piece.data) for piece in pieces}
-    assert pack.info == PackInfo(xxhash.xxh3_128_hexdigest(file), len(file))
+    start = 8 + int.from_bytes(file[:8], "little")
+    assert pack.info == PackInfo(xxhash.xxh3_128_hexdigest(file[:start]), len(file))
+    assert problem_of_pack(memoryview(file), pack.info) == ""
+    for place in range(len(file)):
+        bad = bytearray(file)
+        bad[place] ^= 1 << data.draw(st.integers(0, 7)) if place < 4 else 1
+        assert problem_of_pack(memoryview(bad), pack.info)
     for piece, offset, digest in pack.placed:
         assert file[offset : offset + len(piece.data)] == piece.data
         assert xxhash.xxh3_128_hexdigest(piece.data) == digest

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from torchrelay.checkpoint.manifest import TensorMeta
+from torchrelay.checkpoint.typed import decode
 from torchrelay.errors import StateMismatchError, UnserialisableError
 from torchrelay.state.capture import TrainingState, tensor_meta
 from torchrelay.state.rng import capture_rng, derive_rng, restore_rng
@@ -78,7 +79,8 @@ def test_typed_values_come_back_equal_and_of_the_same_type(value: Any) -> None:
     state = TrainingState(model=nn.Linear(1, 1), extra={"holder": holder})
     captured = state.capture(1)
     holder.value = None
-    state.load(captured.skeleton, lambda name: captured.tensors[name].clone(), {})
+    trees = {name: decode(node, lambda ref: captured.tensors[ref].clone()) for name, node in captured.skeleton.items()}
+    state.load(trees, {})
     assert type(holder.value) is type(value)
     assert repr(holder.value) == repr(value)
 

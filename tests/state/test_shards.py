@@ -7,12 +7,18 @@ from hypothesis import strategies as st
 
 from torchrelay.checkpoint.layout import DTYPES
 from torchrelay.checkpoint.manifest import TensorMeta
-from torchrelay.state.shards import plan_shard
+from torchrelay.state.shards import Part, ShardPlan, plan_shard
 
 _SHAPES = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 _TABLES = st.dictionaries(
     st.text("abc", min_size=1, max_size=4), st.builds(TensorMeta, st.sampled_from(sorted(DTYPES)), _SHAPES), max_size=12
 )
+
+
+def _replicated(table: dict[str, TensorMeta], *, rank: int, world_size: int, chunk_bytes: int) -> ShardPlan:
+    """The plan of a rank that holds all of every tensor, as all others do."""
+    parts = [Part(name, (0,) * len(meta.shape), meta.shape, rank, world_size) for name, meta in table.items()]
+    return plan_shard(table, parts, world_size=world_size, chunk_bytes=chunk_bytes)
 
 
 @given(_TABLES, st.integers(1, 9))
@@ -21,7 +27,7 @@ def test_every_byte_belongs_to_exactly_one_rank(table: dict[str, TensorMeta], wo
     slices = [
         part
         for rank in range(world_size)
-        for part in plan_shard(table, rank=rank, world_size=world_size, chunk_bytes=48).slices
+        for part in _replicated(table, rank=rank, world_size=world_size, chunk_bytes=48).slices
     ]
     for name, meta in table.items():
         position = 0
@@ -35,7 +41,7 @@ def test_every_byte_belongs_to_exactly_one_rank(table: dict[str, TensorMeta], wo
 def test_staging_offsets_do_not_overlap_and_are_aligned(table: dict[str, TensorMeta], world_size: int) -> None:
     """Each slice has its own aligned place in the staging area, which is large enough."""
     for rank in range(world_size):
-        plan = plan_shard(table, rank=rank, world_size=world_size, chunk_bytes=48)
+        plan = _replicated(table, rank=rank, world_size=world_size, chunk_bytes=48)
         end = 0
         for part in plan.slices:
             assert part.offset % 64 == 0
@@ -46,7 +52,7 @@ def test_staging_offsets_do_not_overlap_and_are_aligned(table: dict[str, TensorM
 
 def test_shares_are_even() -> None:
     """With many chunks the ranks' shares differ by at most one chunk."""
-    table = {f"t{i}": TensorMeta("float32", (1000,)) for i in range(97)}
-    sizes = [plan_shard(table, rank=rank, world_size=4, chunk_bytes=4000).size_bytes for rank in range(4)]
+    table = {f"t{i}": TensorMeta("float32", (4000,)) for i in range(97)}
+    sizes = [_replicated(table, rank=rank, world_size=4, chunk_bytes=4000).size_bytes for rank in range(4)]
     assert max(sizes) - min(sizes) <= 4000
-    assert sum(sizes) == 97 * 4000
+    assert sum(sizes) == 97 * 16000

@@ -11,7 +11,8 @@ from typing import Any
 
 from torchrelay.checkpoint.layout import DTYPES, ManifestRef
 from torchrelay.checkpoint.manifest import Manifest
-from torchrelay.checkpoint.reader import load_manifest, read_tensors
+from torchrelay.checkpoint.reader import load_manifest
+from torchrelay.checkpoint.regions import read_tensors
 from torchrelay.checkpoint.typed import TensorRef, decode
 from torchrelay.errors import ConfigError, NotFoundError
 from torchrelay.store.base import ObjectStore

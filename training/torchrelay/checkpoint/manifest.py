@@ -1,21 +1,21 @@
 """Shard records and manifests: what one rank wrote, and what the whole checkpoint is.
 
 Two levels, so that a commit costs O(ranks): the manifest names the shard records with their digests and holds what is global
-(tensor table, state, data position); where the bytes lie is in the records. Both are sealed, typed JSON; parsing one that is
-not well-formed raises CorruptionError, never anything else.
+(tensor table, state, data position); where the bytes lie is in the records. A record itself has a short first part, all that a commit
+reads, and a detail named by its digest. All are sealed, typed JSON; parsing one that is not well-formed raises CorruptionError, never anything else.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 from torchrelay.checkpoint.layout import DTYPES, ManifestRef, record_key
-from torchrelay.checkpoint.sealed import seal, unseal
+from torchrelay.checkpoint.sealed import seal, unseal, unseal_first
 from torchrelay.errors import CorruptionError
 from torchrelay.store.base import Buffer
 
@@ -25,10 +25,10 @@ __all__ = [
     "Manifest",
     "PackInfo",
     "RecordRef",
+    "RecordSummary",
     "ShardRecord",
     "TensorMeta",
     "assemble_manifest",
-    "check_cover",
 ]
 
 
@@ -81,8 +81,9 @@ class PackInfo:
 class ShardRecord:
     """What one rank wrote for one step.
 
-    ``local`` is typed JSON that belongs to this rank alone (RNG). ``head`` is the body of the manifest without its records; rank 0 writes it, so that
-    anyone can finish the commit when the committing process has died.
+    ``cover`` is the sum by which a commit proves that the parts of all ranks cover the state (see ``cover``). ``local`` is typed JSON that belongs to
+    this rank alone (RNG). ``head`` is the body of the manifest without its records; rank 0 writes it, so that anyone can finish the commit when
+    the committing process has died. ``fragment`` adds to it what only this rank knows: {"tensors": ..., "items": {component: [[key, node], ...]}}.
     """
 
     run_id: str
@@ -91,8 +92,10 @@ class ShardRecord:
     world_size: int
     packs: tuple[PackInfo, ...]
     boxes: tuple[Box, ...]
+    cover: int = 0
     local: Any = None
     head: dict[str, Any] | None = None
+    fragment: dict[str, Any] | None = None
 
     @property
     def key(self) -> str:
@@ -100,14 +103,8 @@ class ShardRecord:
         return record_key(self.run_id, self.ref, self.rank, self.world_size)
 
     def to_bytes(self) -> bytes:
-        """Serialise, sealed."""
-        body = {
-            "run_id": self.run_id,
-            "step": self.ref.step,
-            "generation": self.ref.generation,
-            "rank": self.rank,
-            "world_size": self.world_size,
-            "packs": [[pack.digest, pack.size_bytes] for pack in self.packs],
+        """Serialise, sealed: the summary as the document's body, then the detail on a line of its own."""
+        detail = {
             "boxes": [
                 [
                     box.tensor,
@@ -119,31 +116,51 @@ class ShardRecord:
             ],
             "local": self.local,
             "head": self.head,
+            "fragment": self.fragment,
         }
-        return seal("record", body)
+        line = json.dumps(detail, separators=(",", ":"), allow_nan=False).encode()
+        summary = {
+            "run_id": self.run_id,
+            "step": self.ref.step,
+            "generation": self.ref.generation,
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "packs": [[pack.digest, pack.size_bytes] for pack in self.packs],
+            "cover": f"{self.cover:032x}",
+            "needs_detail": self.head is not None or self.fragment is not None,
+            "detail": [hashlib.sha256(line).hexdigest(), len(line)],
+        }
+        return seal("record", summary) + line + b"\n"
 
     @classmethod
     def from_bytes(cls, data: Buffer, *, where: str) -> ShardRecord:
         """Parse and check one record."""
-        body = unseal("record", data, where=where)
+        summary, rest = RecordSummary.parse(data, where=where)
+        rest = rest.removesuffix(b"\n")
+        if (hashlib.sha256(rest).hexdigest(), len(rest)) != (summary.detail_sha256, summary.detail_bytes):
+            raise CorruptionError(f"{where} is damaged: the SHA-256 of its detail does not match")
         try:
+            body = json.loads(rest)
+            boxes = tuple(
+                Box(
+                    str(name),
+                    _naturals(corner),
+                    _naturals(extent),
+                    tuple(_chunk(numbers, digest) for *numbers, digest in chunks),
+                )
+                for name, corner, extent, chunks in body["boxes"]
+            )
             record = cls(
-                run_id=str(body["run_id"]),
-                ref=ManifestRef(int(body["step"]), int(body["generation"])),
-                rank=int(body["rank"]),
-                world_size=int(body["world_size"]),
-                packs=tuple(PackInfo(str(digest), int(size)) for digest, size in body["packs"]),
-                boxes=tuple(
-                    Box(
-                        str(name),
-                        _naturals(corner),
-                        _naturals(extent),
-                        tuple(_chunk(numbers, digest) for *numbers, digest in chunks),
-                    )
-                    for name, corner, extent, chunks in body["boxes"]
-                ),
+                run_id=summary.run_id,
+                ref=summary.ref,
+                rank=summary.rank,
+                world_size=summary.world_size,
+                packs=summary.packs,
+                boxes=boxes,
+                cover=summary.cover,
                 local=body["local"],
                 head=body["head"],
+                fragment=body["fragment"],
             )
         except (KeyError, TypeError, ValueError) as error:
             raise CorruptionError(f"{where} is malformed: {error!r}") from None
@@ -157,9 +174,52 @@ class ShardRecord:
         return record
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecordSummary:
+    """The first part of a shard record: all that a commit needs of most ranks. ``sha256`` names the record, detail included."""
+
+    run_id: str
+    ref: ManifestRef
+    rank: int
+    world_size: int
+    packs: tuple[PackInfo, ...]
+    cover: int
+    needs_detail: bool
+    detail_sha256: str
+    detail_bytes: int
+    sha256: str
+
+    @classmethod
+    def parse(cls, data: Buffer, *, where: str) -> tuple[RecordSummary, bytes]:
+        """Parse the summary from a record, or from a beginning of it that holds two whole lines; return it and the bytes after it."""
+        body, sha256, rest = unseal_first("record", data, where=where)
+        try:
+            detail_sha256, detail_bytes = body["detail"]
+            summary = cls(
+                run_id=str(body["run_id"]),
+                ref=ManifestRef(int(body["step"]), int(body["generation"])),
+                rank=int(body["rank"]),
+                world_size=int(body["world_size"]),
+                packs=tuple(PackInfo(str(digest), int(size)) for digest, size in body["packs"]),
+                cover=int(body["cover"], 16),
+                needs_detail=bool(body["needs_detail"]),
+                detail_sha256=str(detail_sha256),
+                detail_bytes=int(detail_bytes),
+                sha256=sha256,
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise CorruptionError(f"{where} is malformed: {error!r}") from None
+        return summary, rest
+
+    @property
+    def key(self) -> str:
+        """Where the record lies."""
+        return record_key(self.run_id, self.ref, self.rank, self.world_size)
+
+
 @dataclass(frozen=True, slots=True)
 class RecordRef:
-    """Names one shard record by its rank, digest (SHA-256, hex) and size."""
+    """Names one shard record by its rank, the SHA-256 (hex) in its first line, and its size."""
 
     rank: int
     sha256: str
@@ -197,7 +257,7 @@ class Manifest:
         return sum(meta.size_bytes for meta in self.tensors.values())
 
     def record_keys(self) -> list[str]:
-        """Keys of the shard records, in rank order."""
+        """Keys of the shard records there are, in rank order."""
         return [record_key(self.run_id, self.ref, record.rank, self.world_size) for record in self.records]
 
     def head(self) -> dict[str, Any]:
@@ -264,72 +324,35 @@ def _chunk(numbers: Iterable[Any], digest: object) -> Chunk:
     return Chunk(start, length, pack, offset, str(digest))
 
 
-def assemble_manifest(records: Sequence[tuple[ShardRecord, bytes]]) -> Manifest:
-    """Build the manifest of one step from all its shard records (parsed, and as stored); a pure function of them.
+def assemble_manifest(
+    head: Mapping[str, Any], records: Sequence[tuple[RecordSummary, int]], fragments: Iterable[Mapping[str, Any]] = ()
+) -> Manifest:
+    """Build the manifest of one step from rank 0's head, the records' summaries (with the objects' sizes) and the ranks' fragments.
 
-    So whoever commits (the leader, or a successor after its death) writes the same bytes. Raises CorruptionError if a rank is missing, or if the
-    records do not cover every tensor exactly once.
+    A pure function, so that whoever commits (the leader, or a successor after its death) writes the same bytes. Raises CorruptionError if a record
+    belongs to another checkpoint.
     """
     by_rank = sorted(records, key=lambda pair: pair[0].rank)
-    first = by_rank[0][0]
-    if [record.rank for record, _ in by_rank] != list(range(first.world_size)) or first.head is None:
-        raise CorruptionError(
-            f"shard records of step {first.ref.step} are not those of ranks 0..{first.world_size - 1}"
-        )
-    base = Manifest.from_body(first.head, where=first.key)
+    base = Manifest.from_body(head, where="the head of rank 0's record")
     for record, _ in by_rank:
         if (record.ref, record.run_id, record.world_size) != (base.ref, base.run_id, base.world_size):
-            raise CorruptionError(f"{record.key} belongs to another checkpoint than {first.key}")
-    check_cover(base.tensors, [record for record, _ in by_rank])
-    refs = tuple(RecordRef(record.rank, hashlib.sha256(data).hexdigest(), len(data)) for record, data in by_rank)
-    manifest = Manifest.from_body(
-        {**base.head(), "records": [[r.rank, r.sha256, r.size_bytes] for r in refs]}, where=base.key
-    )
+            raise CorruptionError(f"{record.key} belongs to another checkpoint than {base.key}")
+    body = base.head()
+    for fragment in fragments:
+        _add_fragment(body, fragment)
+    body["records"] = [[record.rank, record.sha256, size] for record, size in by_rank]
+    manifest = Manifest.from_body(body, where=base.key)
     return Manifest.from_bytes(manifest.to_bytes(), where=base.key)
 
 
-def check_cover(tensors: Mapping[str, TensorMeta], records: Iterable[ShardRecord]) -> None:
-    """Prove that every element of every tensor is stored exactly once. Raises CorruptionError naming the first tensor that is not."""
-    parts: dict[str, dict[tuple[tuple[int, ...], tuple[int, ...]], list[tuple[int, int]]]] = {
-        name: {} for name in tensors
-    }
-    for record in records:
-        for box in record.boxes:
-            if box.tensor not in parts:
-                raise CorruptionError(f"{record.key} holds a tensor that is not in the table: {box.tensor}")
-            spans = parts[box.tensor].setdefault((box.corner, box.extent), [])
-            spans += [(chunk.start, chunk.length) for chunk in box.chunks]
-    for name, meta in tensors.items():
-        item = DTYPES[meta.dtype][1]
-        for (_, extent), spans in parts[name].items():
-            _check_spans(name, spans, math.prod(extent) * item)
-        _check_boxes(name, list(parts[name]), meta.shape)
-
-
-def _check_spans(name: str, spans: list[tuple[int, int]], size_bytes: int) -> None:
-    position = 0
-    for start, length in sorted(spans):
-        if start != position:
-            raise CorruptionError(
-                f"tensor {name}: byte {min(start, position)} is stored {'twice' if start < position else 'nowhere'}"
-            )
-        position = start + length
-    if position != size_bytes:
-        raise CorruptionError(f"tensor {name}: {position} of {size_bytes} bytes are stored")
-
-
-def _check_boxes(name: str, boxes: list[tuple[tuple[int, ...], tuple[int, ...]]], shape: tuple[int, ...]) -> None:
-    for corner, extent in boxes:
-        if len(corner) != len(shape) or len(extent) != len(shape):
-            raise CorruptionError(f"tensor {name}: a part has another number of dimensions")
-        if any(low < 0 or low + size > full for low, size, full in zip(corner, extent, shape, strict=True)):
-            raise CorruptionError(f"tensor {name}: a part lies outside its shape {shape}")
-    solid = sorted(box for box in boxes if math.prod(box[1]))
-    if sum(math.prod(extent) for _, extent in solid) != math.prod(shape):
-        raise CorruptionError(f"tensor {name}: its parts do not add up to its shape {shape}")
-    # Sorted by corner, parts cut along the first dimension only can overlap only with their neighbours; anything else is compared in pairs.
-    rows_only = all(extent[1:] == shape[1:] for _, extent in solid)
-    pairs = pairwise(solid) if rows_only else ((a, b) for i, a in enumerate(solid) for b in solid[i + 1 :])
-    for (corner_a, extent_a), (corner_b, extent_b) in pairs:
-        if all(a < b + m and b < a + n for a, n, b, m in zip(corner_a, extent_a, corner_b, extent_b, strict=True)):
-            raise CorruptionError(f"tensor {name}: two of its parts overlap")
+def _add_fragment(body: dict[str, Any], fragment: Mapping[str, Any]) -> None:
+    """Add what one rank alone knows: its tensors, and items of the ``state`` mapping of a component (ZeroRedundancyOptimizer)."""
+    try:
+        body["tensors"] = {**body["tensors"], **fragment["tensors"]}
+        for component, items in fragment["items"].items():
+            tree = dict(body["state"][component])
+            there = tree["state"].get("$dict", []) if tree["state"] else []
+            tree["state"] = {"$dict": sorted([*there, *items], key=lambda item: item[0])}
+            body["state"] = {**body["state"], component: tree}
+    except (AttributeError, KeyError, TypeError) as error:
+        raise CorruptionError(f"a fragment of the state is malformed: {error!r}") from None

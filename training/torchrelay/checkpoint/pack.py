@@ -1,7 +1,7 @@
 """Packs: immutable objects of at most 64 MiB, each a valid safetensors file whose entries are chunks.
 
-Pieces are packed in order without copying their bytes: a pack is its header followed by views. Its name is the XXH3-128 of all of it,
-so writing it twice is harmless; each chunk's own XXH3-128 goes into the shard record and is checked on every load.
+Pieces are packed in order without copying their bytes: a pack is its header followed by views. The header holds the XXH3-128 of every
+chunk, and the pack is named by the XXH3-128 of its header: the name proves all of it, each byte is hashed once, and writing it twice is harmless.
 """
 
 from __future__ import annotations
@@ -9,15 +9,19 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import xxhash
 
 from torchrelay.checkpoint.layout import DTYPES, PACK_BYTES
 from torchrelay.checkpoint.manifest import PackInfo
+from torchrelay.store.base import Buffer
 
-__all__ = ["Pack", "Piece", "build_pack", "group_pieces"]
+__all__ = ["Pack", "Piece", "build_pack", "digest_of", "group_pieces", "problem_of_pack"]
 
-_ENTRY_BYTES = 96  # JSON of one header entry besides its name: generous, the exact size does not matter
+_ENTRY_BYTES = (
+    128  # JSON of one header entry besides its name, and its digest: generous, the exact size does not matter
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +59,15 @@ def group_pieces(pieces: Sequence[Piece], *, limit_bytes: int = PACK_BYTES) -> I
         yield group
 
 
-def build_pack(pieces: Sequence[Piece]) -> Pack:
-    """Lay out one pack and hash it. The pieces' bytes are read once for the chunk digests and once for the pack's."""
-    header: dict[str, object] = {"__metadata__": {"format": "torchrelay/pack/1"}}
+def digest_of(data: Buffer) -> str:
+    """XXH3-128 (hex)."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def build_pack(pieces: Sequence[Piece], digests: Sequence[str] | None = None) -> Pack:
+    """Lay out one pack. ``digests`` are those of the pieces' bytes, if they are known already."""
+    known = digests if digests is not None else [digest_of(piece.data) for piece in pieces]
+    header: dict[str, object] = {"__metadata__": {"format": "torchrelay/pack/1", "xxh3_128": " ".join(known)}}
     position = 0
     for piece in pieces:
         code, item = DTYPES[piece.dtype]
@@ -67,10 +77,24 @@ def build_pack(pieces: Sequence[Piece]) -> Pack:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     head = memoryview(len(text).to_bytes(8, "little") + text)
-    whole = xxhash.xxh3_128(head)
     offset, placed = len(head), []
-    for piece in pieces:
-        placed.append((piece, offset, xxhash.xxh3_128_hexdigest(piece.data)))
-        whole.update(piece.data)
+    for piece, digest in zip(pieces, known, strict=True):
+        placed.append((piece, offset, digest))
         offset += len(piece.data)
-    return Pack(PackInfo(whole.hexdigest(), offset), (head, *(piece.data for piece in pieces)), tuple(placed))
+    return Pack(PackInfo(digest_of(head), offset), (head, *(piece.data for piece in pieces)), tuple(placed))
+
+
+def problem_of_pack(data: memoryview, info: PackInfo) -> str:
+    """Say what is wrong with a pack's bytes; empty if its name proves all of them."""
+    if len(data) != info.size_bytes:
+        return f"it has {len(data)} bytes instead of {info.size_bytes}"
+    start = 8 + int.from_bytes(data[:8], "little")
+    if start > len(data) or digest_of(data[:start]) != info.digest:
+        return "the XXH3-128 of its header is not its name"
+    header: dict[str, Any] = json.loads(bytes(data[8:start]))
+    digests = header.pop("__metadata__")["xxh3_128"].split()
+    for name, digest in zip(header, digests, strict=True):
+        low, high = header[name]["data_offsets"]
+        if digest_of(data[start + low : start + high]) != digest:
+            return f"the XXH3-128 of the chunk {name} is not {digest}"
+    return ""

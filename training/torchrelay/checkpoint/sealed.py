@@ -15,7 +15,7 @@ from typing import Any
 from torchrelay.errors import ConfigError, CorruptionError
 from torchrelay.store.base import Buffer
 
-__all__ = ["FORMAT_VERSION", "seal", "unseal"]
+__all__ = ["FORMAT_VERSION", "seal", "unseal", "unseal_first"]
 
 FORMAT_VERSION = 1
 
@@ -30,8 +30,22 @@ def seal(kind: str, body: Mapping[str, Any]) -> bytes:
 
 def unseal(kind: str, data: Buffer, *, where: str) -> dict[str, Any]:
     """Return the body. Raises CorruptionError for anything but an intact document of this kind, and ConfigError if a newer version wrote it."""
-    head_line, _, rest = bytes(data).partition(b"\n")
-    line = rest.removesuffix(b"\n")
+    lines = bytes(data).split(b"\n", 2)
+    body, _ = _open(kind, lines[0], lines[1] if len(lines) > 1 else b"", where=where)
+    if len(lines) > 2 and lines[2]:
+        raise CorruptionError(f"{where} is damaged: it goes on after its end")
+    return body
+
+
+def unseal_first(kind: str, data: Buffer, *, where: str) -> tuple[dict[str, Any], str, bytes]:
+    """Return the body of the document that ``data`` begins with, its digest, and the bytes after it. Raises as ``unseal`` does."""
+    lines = bytes(data).split(b"\n", 2)
+    if len(lines) < 3:
+        raise CorruptionError(f"{where} is not a torchrelay {kind} document")
+    return *_open(kind, lines[0], lines[1], where=where), lines[2]
+
+
+def _open(kind: str, head_line: bytes, line: bytes, *, where: str) -> tuple[dict[str, Any], str]:
     try:
         head = json.loads(head_line)
         written, digest = str(head["format"]), str(head["sha256"])
@@ -54,7 +68,7 @@ def unseal(kind: str, data: Buffer, *, where: str) -> dict[str, Any]:
         body = None
     if not isinstance(body, dict):
         raise CorruptionError(f"{where} has no JSON object as its body")
-    return body
+    return body, digest
 
 
 def _digest(name: str, line: bytes) -> str:

@@ -24,7 +24,8 @@ import numpy as np
 
 from torchrelay.checkpoint.generation import read_lease
 from torchrelay.checkpoint.history import read_history
-from torchrelay.checkpoint.reader import load_manifest, loss_trace, read_tensors
+from torchrelay.checkpoint.reader import load_manifest, loss_trace
+from torchrelay.checkpoint.regions import read_tensors
 from torchrelay.cli.console import find_home, print_table, read_env_file, say
 from torchrelay.cli.prefect_api import FlowRun, PrefectAPI
 from torchrelay.cli.stack import up

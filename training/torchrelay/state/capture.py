@@ -2,12 +2,13 @@
 
 Capturing copies nothing: it names the live tensors and says which of them only an optimizer step changes (those may be copied
 while the next forward and backward run). Everything else is small and is encoded, or copied, in the call. Tensors that share
-their memory (tied weights) are one tensor with several references, before and after.
+their memory (tied weights) are one tensor with several references, before and after. A tensor has the same name whether it is whole
+(one process, DDP), divided (FSDP2, any DTensor) or with one owner (ZeroRedundancyOptimizer): so each may take over from the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -17,7 +18,9 @@ from torch import nn
 from torchrelay.checkpoint.manifest import TensorMeta
 from torchrelay.checkpoint.typed import TensorRef, decode, encode
 from torchrelay.errors import StateMismatchError, UnserialisableError
+from torchrelay.state.parts import PartTable, as_zero, is_dtensor, local_tensor, tensor_meta
 from torchrelay.state.rng import capture_rng, restore_rng
+from torchrelay.state.shards import Part
 
 __all__ = ["Captured", "SamplerState", "Stateful", "TrainingState", "tensor_meta"]
 
@@ -46,21 +49,21 @@ class SamplerState(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Captured:
-    """One coherent view of the state: live tensors by name, typed JSON for the rest.
+    """One coherent view of the state: live tensors by name (this rank's memory), what they are and which part, typed JSON for the rest.
 
-    ``lazy`` names the tensors that nothing but an optimizer step changes. ``local`` belongs to this rank (RNG and per-rank components).
+    ``lazy`` names the tensors that nothing but an optimizer step changes; ``watched`` are those whose version counters prove it. ``local`` belongs
+    to this rank (RNG and per-rank components), ``fragment`` is what of the replicated state only this rank knows.
     """
 
     tensors: dict[str, torch.Tensor]
+    watched: dict[str, tuple[torch.Tensor, ...]]
+    metas: dict[str, TensorMeta]
+    parts: dict[str, Part]
     lazy: frozenset[str]
     skeleton: dict[str, Any]
     data: dict[str, Any]
     local: dict[str, Any]
-
-
-def tensor_meta(tensor: torch.Tensor) -> TensorMeta:
-    """Describe a tensor for the manifest."""
-    return TensorMeta(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+    fragment: dict[str, Any] | None = None
 
 
 @dataclass(kw_only=True)
@@ -104,24 +107,44 @@ class TrainingState:
         """All torch optimizers among the components."""
         return [part for part in self.components().values() if isinstance(part, torch.optim.Optimizer)]
 
-    def capture(self, step: int) -> Captured:
-        """Name the live state after ``step`` optimizer steps. Raises UnserialisableError naming what cannot be stored."""
-        flat = _Flattener()
+    def capture(self, step: int, table: PartTable | None = None) -> Captured:
+        """Name the live state after ``step`` optimizer steps. Raises UnserialisableError naming what cannot be stored.
+
+        ``table`` knows which part of each tensor this rank holds; without it the rank is taken for the only one.
+        """
+        flat = _Flattener(table or PartTable(rank=0, world_size=1))
         skeleton, lazy = {}, set[str]()
+        fragments: dict[str, Any] = {}
         for name, part in self.components().items():
-            tree = part.state_dict()
+            own = as_zero(part) is not None
+            tree = _tree(part)
             try:
-                skeleton[name] = encode(flat.name_tensors(tree, name), name)
+                if isinstance(part, torch.optim.Optimizer):
+                    _check_divided_alike(name, part, tree)
+                skeleton[name] = encode(flat.name_tensors(tree, name, own=own), name)
             except RecursionError:
                 raise UnserialisableError(f"the state of {name} contains itself, or is nested too deeply") from None
+            if own:
+                fragments[name] = skeleton[name]["state"].get("$dict", [])
             lazy |= _changed_by_optimizer_only(name, part, flat.tensors)
-        own = _Flattener()
+        own_flat = _Flattener(PartTable(rank=0, world_size=1))
         ranked = {name: part.state_dict() for name, part in self.per_rank.items()}
-        local_tree = own.name_tensors({"rng": capture_rng(), **ranked}, "local")
-        local = {"tree": encode(local_tree, "local"), "tensors": {name: _inline(t) for name, t in own.tensors.items()}}
+        local_tree = own_flat.name_tensors({"rng": capture_rng(), **ranked}, "local")
+        local = {
+            "tree": encode(local_tree, "local"),
+            "tensors": {name: _inline(t) for name, t in own_flat.tensors.items()},
+        }
         data = self.sampler.state_dict_at(step) if self.sampler is not None else {}
         return Captured(
-            tensors=flat.tensors, lazy=frozenset(lazy & flat.tensors.keys()), skeleton=skeleton, data=data, local=local
+            tensors=flat.tensors,
+            watched=flat.watched,
+            metas=flat.metas,
+            parts=flat.parts,
+            lazy=frozenset(lazy & flat.tensors.keys()),
+            skeleton=skeleton,
+            data=data,
+            local=local,
+            fragment=_fragment(fragments, flat.metas),
         )
 
     def check_fits(self, tensors: Mapping[str, TensorMeta], skeleton: Mapping[str, Any]) -> None:
@@ -143,11 +166,11 @@ class TrainingState:
                 hint="build the same model and optimizer as the run did, or start a new run_id",
             )
 
-    def load(self, skeleton: Mapping[str, Any], tensor: Callable[[str], torch.Tensor], data: dict[str, Any]) -> None:
-        """Give every replicated component its state back; the sampler last, the RNG not at all."""
+    def load(self, trees: Mapping[str, Any], data: dict[str, Any]) -> None:
+        """Give every replicated component its state back (see ``restore.Targets``); the sampler last, the RNG not at all."""
         for name, part in self.components().items():
             try:
-                part.load_state_dict(decode(skeleton[name], tensor))
+                part.load_state_dict(trees[name])
             except (RuntimeError, ValueError, KeyError) as error:
                 raise StateMismatchError(f"{name} refused the state in the checkpoint: {error}") from error
         if self.sampler is not None and data:
@@ -178,38 +201,83 @@ def unwrap(module: nn.Module) -> nn.Module:
 class _Flattener:
     """Replaces tensors in a tree by references, giving one name to all references to the same memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, table: PartTable) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
+        self.watched: dict[str, tuple[torch.Tensor, ...]] = {}
+        self.metas: dict[str, TensorMeta] = {}
+        self.parts: dict[str, Part] = {}
+        self._table = table
         self._names: dict[tuple[Any, ...], str] = {}
 
-    def name_tensors(self, value: Any, path: str) -> Any:
+    def name_tensors(self, value: Any, path: str, *, own: bool = False) -> Any:
         if isinstance(value, torch.Tensor):
-            return TensorRef(self._name(value, path))
+            return TensorRef(self._name(value, path, own=own))
         kind = type(value)
         if isinstance(value, dict):
-            return _same_kind(value, {key: self.name_tensors(item, f"{path}/{key}") for key, item in value.items()})
+            items = {key: self.name_tensors(item, f"{path}/{key}", own=own) for key, item in value.items()}
+            return _same_kind(value, items)
         if kind in (list, tuple):
-            return kind(self.name_tensors(item, f"{path}/{index}") for index, item in enumerate(value))
+            return kind(self.name_tensors(item, f"{path}/{index}", own=own) for index, item in enumerate(value))
         return value
 
-    def _name(self, tensor: torch.Tensor, path: str) -> str:
+    def _name(self, tensor: torch.Tensor, path: str, *, own: bool) -> str:
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
             raise UnserialisableError(
                 f"{path} is a {tensor.layout} tensor on {tensor.device}; only strided tensors with data can be stored"
             )
-        if type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer):
+        if type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer) and not is_dtensor(tensor):
             raise UnserialisableError(
                 f"{path} is a {type(tensor).__qualname__}, a tensor subclass that has no typed encoding"
             )
-        tensor = tensor.detach()
+        memory = local_tensor(tensor)
         key = (
-            (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-            if tensor.numel()
+            (memory.device, memory.data_ptr(), memory.shape, memory.stride(), memory.dtype)
+            if memory.numel()
             else (path,)
         )
         name = self._names.setdefault(key, path)
-        self.tensors.setdefault(name, tensor)
+        if name not in self.tensors:
+            self.tensors[name] = memory
+            self.watched[name] = (tensor, memory)
+            self.metas[name], self.parts[name] = self._table.held(name, tensor, own=own)
         return name
+
+
+def _tree(part: Stateful) -> Any:
+    """The state dict of one component, with the live tensors in it and without any communication."""
+    if isinstance(part, nn.Module):
+        return part.state_dict(keep_vars=True)
+    zero = as_zero(part)
+    if zero is not None:
+        groups = torch.optim.Optimizer.state_dict(zero)["param_groups"]
+        index = zero._param_to_index
+        own = {index[param]: state for param, state in zero.optim.state.items() if state}
+        return {"state": dict(sorted(own.items())), "param_groups": groups}
+    return part.state_dict()
+
+
+def _check_divided_alike(name: str, optimizer: torch.optim.Optimizer, tree: Mapping[str, Any]) -> None:
+    """Refuse state of a divided parameter that is itself a plain tensor: it would be this rank's part, taken for the whole."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for index, state in tree["state"].items():
+        if index < len(params) and is_dtensor(params[index]):
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor) and not is_dtensor(value) and value.numel() > 1:
+                    raise UnserialisableError(
+                        f"{name}/state/{index}/{key} is a plain tensor beside a DTensor parameter",
+                        hint="the optimizer must make its state with torch.zeros_like(parameter) or the like",
+                    )
+
+
+def _fragment(fragments: Mapping[str, Any], metas: Mapping[str, TensorMeta]) -> dict[str, Any] | None:
+    if not fragments:
+        return None
+    tensors = {
+        name: [meta.dtype, meta.shape]
+        for name, meta in metas.items()
+        if any(name.startswith(f"{component}/state/") for component in fragments)
+    }
+    return {"tensors": tensors, "items": dict(fragments)}
 
 
 def _same_kind(original: dict[Any, Any], items: dict[Any, Any]) -> Any:

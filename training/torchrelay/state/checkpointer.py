@@ -16,22 +16,25 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-import numpy as np
 import torch
 
 from torchrelay.checkpoint.manifest import Manifest, TensorMeta
-from torchrelay.checkpoint.reader import load_manifest, load_record, mark_damaged, read_tensors
+from torchrelay.checkpoint.reader import load_manifest, load_record, mark_damaged
+from torchrelay.checkpoint.regions import read_regions
 from torchrelay.config import RunSpec
 from torchrelay.errors import CorruptionError, FencedError, NotFoundError, RetryableError, StateMismatchError
-from torchrelay.state.capture import Captured, TrainingState, tensor_meta
+from torchrelay.state.capture import Captured, TrainingState
 from torchrelay.state.link import CourierLink
+from torchrelay.state.parts import PartTable
 from torchrelay.state.pending import PendingCheckpoint
 from torchrelay.state.request import emit
+from torchrelay.state.restore import Targets
 from torchrelay.state.rng import derive_rng
 from torchrelay.state.session import Session, open_session
-from torchrelay.state.shards import ShardPlan, plan_shard
+from torchrelay.state.shards import Part, describe, plan_shard
 from torchrelay.state.staging import StagingArea, check_unmoved, versions
 from torchrelay.store import open_store
+from torchrelay.store.base import ObjectStore
 
 __all__ = ["Checkpointer", "PendingCheckpoint", "Restored"]
 
@@ -55,7 +58,7 @@ class _Snapshot:
 
     pending: PendingCheckpoint
     captured: Captured
-    before: dict[str, int]
+    before: dict[str, tuple[int, ...]]
     message: dict[str, Any]
 
 
@@ -79,8 +82,8 @@ class Checkpointer:
         self._session: Session = open_session(run, store=store, drain_s=drain_s)
         self._link: CourierLink | None = None
         self._area: StagingArea | None = None
-        self._plan: ShardPlan | None = None
-        self._table: dict[str, TensorMeta] = {}
+        self._layout: tuple[dict[str, TensorMeta], dict[str, Part]] | None = None
+        self._table = PartTable(rank=self._session.rank, world_size=self._session.world_size)
         self._pending: PendingCheckpoint | None = None
         self._fenced: FencedError | None = None
         self._committed_step = self._session.request.begin.step if self._session.request.begin else 0
@@ -118,14 +121,14 @@ class Checkpointer:
             self._pending.settle()
         if self._fenced is not None:
             raise self._fenced
-        captured = self._state.capture(step)
+        captured = self._state.capture(step, self._table)
         self._prepare(captured)
         pending = PendingCheckpoint(step, leader=self._session.rank == 0)
         assert self._area is not None
         assert self._link is not None
         message = self._message(captured, step, tuple(trace), dict(info or {}))
         self._area.copy(captured.tensors, frozenset(captured.tensors.keys() - captured.lazy))
-        before = versions(captured.tensors, captured.lazy)
+        before = versions(captured.watched, captured.lazy)
         self._pending = pending
         self._work.put(_Snapshot(pending=pending, captured=captured, before=before, message=message))
         pending.stall_s += time.monotonic() - began
@@ -140,7 +143,7 @@ class Checkpointer:
         while True:
             begin = self._session.request.begin
             if begin is None:
-                self._prepare(self._state.capture(0))
+                self._prepare(self._state.capture(0, self._table))
                 return None
             store = open_store(self._session.request.store_url)
             try:
@@ -152,7 +155,7 @@ class Checkpointer:
                     hint = "start again: the run continues from the checkpoint before it"
                     raise CorruptionError(f"checkpoint of step {begin.step} is damaged: {error}", hint=hint) from error
                 continue
-            self._prepare(self._state.capture(restored.step))
+            self._prepare(self._state.capture(restored.step, self._table))
             return restored
 
     def close(self, *, timeout_s: float | None = None) -> None:
@@ -188,61 +191,58 @@ class Checkpointer:
         began, session = time.monotonic(), self._session
         self._state.check_fits(manifest.tensors, manifest.state)
         store = open_store(session.request.store_url)
-        arrays = {name: np.empty(meta.size_bytes, np.uint8) for name, meta in manifest.tensors.items()}
-        read_tensors(store, manifest, {name: array.data for name, array in arrays.items() if array.size})
-        tensors = {name: _as_tensor(arrays[name], meta) for name, meta in manifest.tensors.items()}
-        notices = []
-        same_world = manifest.world_size == session.world_size
-        local = load_record(store, manifest, session.rank).local if same_world else None
-        self._state.load(manifest.state, tensors.__getitem__, manifest.data)
-        if local is not None:
-            self._state.load_local(local)
-        else:
-            if self._state.per_rank:
-                raise StateMismatchError(
-                    f"per-rank state of {manifest.world_size} ranks cannot be given to {session.world_size}",
-                    hint=f"start with {manifest.world_size} ranks",
-                )
-            derive_rng(session.seed, step=manifest.ref.step, rank=session.rank)
-            notices.append(
-                f"world size changed from {manifest.world_size} to {session.world_size}: RNG streams derived anew from (seed, step, rank)"
-            )
+        targets = Targets(self._state, manifest, self._table)
+        near = (session.rank + 0.5) / session.world_size
+        fetched = read_regions(store, manifest, targets.regions(), near=near)
+        targets.finish()
+        self._state.load(targets.trees, manifest.data)
+        notices = self._load_local(store, manifest)
         return Restored(
             step=manifest.ref.step,
             manifest_key=manifest.key,
-            size_bytes=manifest.size_bytes,
+            size_bytes=fetched,
             seconds=time.monotonic() - began,
             notices=tuple(notices),
         )
 
+    def _load_local(self, store: ObjectStore, manifest: Manifest) -> list[str]:
+        """Give this rank its own state and RNG back, or derive the RNG where there is none to give; returns what a person should know."""
+        session = self._session
+        if manifest.world_size == session.world_size:
+            try:
+                self._state.load_local(load_record(store, manifest, session.rank).local)
+                return []
+            except NotFoundError as error:
+                lacking = str(error)
+        else:
+            lacking = f"world size changed from {manifest.world_size} to {session.world_size}"
+        if self._state.per_rank:
+            raise StateMismatchError(
+                f"per-rank state cannot be restored: {lacking}", hint=f"start with {manifest.world_size} ranks"
+            )
+        derive_rng(session.seed, step=manifest.ref.step, rank=session.rank)
+        return [f"{lacking}: RNG streams derived anew from (seed, step, rank)"]
+
     def _prepare(self, captured: Captured) -> None:
         """Have a link to the courier, and staging memory of the right layout; made again only if the state has changed shape."""
-        table = {name: tensor_meta(tensor) for name, tensor in captured.tensors.items()}
         if self._link is None:
             self._link = CourierLink(
                 self._session.courier_path, on_message=self._heard, on_lost=self._session.revive_courier
             )
-        if self._area is not None and table == self._table:
+        if self._area is not None and (captured.metas, captured.parts) == self._layout:
             return
-        plan = plan_shard(table, rank=self._session.rank, world_size=self._session.world_size)
-        area = StagingArea(plan, table)
-        self._link.use_area(area.fd, area.size_bytes)
+        plan = plan_shard(captured.metas, list(captured.parts.values()), world_size=self._session.world_size)
+        area = StagingArea(plan, captured.metas)
+        self._link.use_area(area.fd, area.size_bytes, describe(plan, captured.metas))
         if self._area is not None:
             self._area.close()
-        self._area, self._plan, self._table = area, plan, table
+        self._area, self._layout = area, (captured.metas, captured.parts)
 
     def _message(
         self, captured: Captured, step: int, trace: tuple[tuple[int, float | None], ...], info: dict[str, Any]
     ) -> dict[str, Any]:
         """Describe the snapshot to the courier. Free of clocks, so that handing it over twice writes the same bytes."""
-        assert self._plan is not None
         session = self._session
-        names = (
-            sorted({part.tensor for part in self._plan.slices}, key=list(self._table).index)
-            if session.world_size > 1
-            else list(self._table)
-        )
-        index = {name: number for number, name in enumerate(names)}
         head = None
         if session.rank == 0:
             head = Manifest(
@@ -250,7 +250,7 @@ class Checkpointer:
                 ref=session.ref(step),
                 world_size=session.world_size,
                 begin=session.request.begin,
-                tensors=self._table,
+                tensors=captured.metas,
                 state=captured.skeleton,
                 data=captured.data,
                 trace=trace,
@@ -260,20 +260,9 @@ class Checkpointer:
             "type": "staged",
             "step": step,
             "world_size": session.world_size,
-            "boxes": [[name, [0] * len(self._table[name].shape), self._table[name].shape] for name in names],
-            "pieces": [
-                [
-                    f"{part.tensor}@{part.start}",
-                    self._table[part.tensor].dtype,
-                    index[part.tensor],
-                    part.start,
-                    part.offset,
-                    part.length,
-                ]
-                for part in self._plan.slices
-            ],
             "local": captured.local,
             "head": head,
+            "fragment": captured.fragment if session.rank else None,
         }
 
     def _copy_forever(self) -> None:
@@ -284,7 +273,7 @@ class Checkpointer:
                 assert self._area is not None
                 assert self._link is not None
                 self._area.copy(captured.tensors, captured.lazy)
-                check_unmoved(captured.tensors, snapshot.before, step=pending.step)
+                check_unmoved(captured.watched, snapshot.before, step=pending.step)
                 self._link.hand_over(snapshot.message)
             except Exception as error:
                 _LOG.error("step=%d rank=%d save failed: %s", pending.step, self._session.rank, error)
@@ -323,10 +312,3 @@ class Checkpointer:
             pending.advance("failed", self._fenced)
         elif kind == "abandoned":
             pending.advance("failed", RetryableError(f"step {pending.step} was not committed: {message['message']}"))
-
-
-def _as_tensor(array: np.ndarray[Any, Any], meta: TensorMeta) -> torch.Tensor:
-    kind: torch.dtype = getattr(torch, meta.dtype)
-    if not array.size:
-        return torch.empty(meta.shape, dtype=kind)
-    return torch.frombuffer(array, dtype=kind).reshape(meta.shape)

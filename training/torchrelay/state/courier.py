@@ -23,11 +23,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from torchrelay.checkpoint.commit import Shard, commit_manifest, write_shard
+from torchrelay.checkpoint.commit import KnownChunks, Shard, commit_manifest, write_shard
 from torchrelay.checkpoint.generation import GenerationClaim, Lease
 from torchrelay.checkpoint.layout import ManifestRef
+from torchrelay.checkpoint.manifest import TensorMeta
 from torchrelay.checkpoint.pack import Piece
-from torchrelay.errors import FencedError, TorchrelayError
+from torchrelay.checkpoint.reader import load_manifest, load_record
+from torchrelay.errors import CorruptionError, FencedError, NotFoundError, TorchrelayError
 from torchrelay.state.request import GenerationRequest, emit
 from torchrelay.state.wire import receive, send
 from torchrelay.store import open_store
@@ -37,6 +39,7 @@ __all__ = ["Courier", "main"]
 
 _LOG = logging.getLogger(__name__)
 _PUTS = 4  # PUTs in parallel
+_RECORDS = 16  # a checkpoint of more ranks is searched for known chunks only in the own record
 _POLL_S = (0.02, 0.5)  # first and longest wait between looks for the other ranks' records
 _RETRY_S = (0.5, 10.0)  # first and longest wait after a failed attempt
 
@@ -52,6 +55,8 @@ class Courier:
         self._changed = threading.Condition()
         self._connection: socket.socket | None = None
         self._area: mmap.mmap | None = None
+        self._layout: dict[str, Any] = {}
+        self._known: KnownChunks | None = None
         self._staged: dict[str, Any] | None = None
         self._to_commit: list[ManifestRef] = []
         self._committing = False
@@ -116,6 +121,7 @@ class Courier:
         with self._changed:
             if message["type"] == "area":
                 self._area = mmap.mmap(fds[0], message["size"], access=mmap.ACCESS_READ)
+                self._layout = message["layout"]
                 os.close(fds[0])
             elif message["type"] == "staged":
                 self._staged = message
@@ -162,10 +168,14 @@ class Courier:
 
     def _upload(self, message: dict[str, Any], executor: ThreadPoolExecutor) -> None:
         step, began = message["step"], time.monotonic()
+        uploaded: list[int] = []
         for wait_s in _backoff(*_RETRY_S):
             try:
                 shard = self._shard(message)
-                write_shard(self._store, shard, executor=executor)
+                uploaded.clear()
+                known = self._known_chunks(shard.world_size)
+                record = write_shard(self._store, shard, executor=executor, known=known, on_bytes=uploaded.append)
+                self._known = KnownChunks.of([record])
             except Exception as error:
                 if self._report_failure(step, error) or self._pause(wait_s):
                     return
@@ -174,26 +184,47 @@ class Courier:
                 if self._rank == 0:
                     self._to_commit.append(shard.ref)
                     self._changed.notify_all()
-            self._tell("written", step=step, bytes=shard.size_bytes, save_s=round(time.monotonic() - began, 4))
+            sizes = {"bytes": shard.size_bytes, "uploaded": sum(uploaded)}
+            self._tell("written", step=step, save_s=round(time.monotonic() - began, 4), **sizes)
             return
 
     def _shard(self, message: dict[str, Any]) -> Shard:
         assert self._area is not None, "a snapshot came before its memory"
-        view = memoryview(self._area)
+        view, layout = memoryview(self._area), self._layout
+        boxes = tuple((name, tuple(corner), tuple(extent)) for name, corner, extent in layout["boxes"])
+        tensors = {name: TensorMeta(dtype, tuple(shape)) for name, (dtype, shape) in layout["tensors"].items()}
         pieces = tuple(
-            Piece(name, dtype, box, start, view[offset : offset + length])
-            for name, dtype, box, start, offset, length in message["pieces"]
+            Piece(
+                _piece_name(boxes[box], start), tensors[boxes[box][0]].dtype, box, start, view[offset : offset + length]
+            )
+            for box, start, offset, length in layout["pieces"]
         )
         return Shard(
             run_id=self._request.run_id,
             ref=ManifestRef(message["step"], self._request.generation),
             rank=self._rank,
             world_size=message["world_size"],
-            boxes=tuple((name, tuple(corner), tuple(extent)) for name, corner, extent in message["boxes"]),
+            tensors=tensors,
+            boxes=boxes,
             pieces=pieces,
             local=message["local"],
             head=message["head"],
+            fragment=message["fragment"],
         )
+
+    def _known_chunks(self, world_size: int) -> KnownChunks:
+        """What may be referenced: this rank's last shard; before the first, the checkpoint that the generation began at."""
+        if self._known is None:
+            begin = self._request.begin
+            self._known = KnownChunks()
+            with contextlib.suppress(CorruptionError, NotFoundError):  # then everything is uploaded
+                if begin is not None:
+                    manifest = load_manifest(self._store, self._request.run_id, begin)
+                    ranks = [record.rank for record in manifest.records]
+                    if len(ranks) > _RECORDS:
+                        ranks = [rank for rank in ranks if manifest.world_size == world_size and rank == self._rank]
+                    self._known = KnownChunks.of([load_record(self._store, manifest, rank) for rank in ranks])
+        return self._known
 
     def _commit_forever(self) -> None:
         while True:
@@ -214,7 +245,7 @@ class Courier:
         while True:
             last_look = self._gone_since is not None and not self._siblings_alive()
             try:
-                manifest = commit_manifest(self._store, self._request.run_id, ref)
+                manifest = commit_manifest(self._store, self._request.run_id, ref, partial=last_look)
             except Exception as error:
                 if self._report_failure(ref.step, error) or self._pause(next(retries)):
                     return
@@ -291,6 +322,12 @@ class Courier:
                         }
                     )
                 return
+
+
+def _piece_name(box: tuple[str, tuple[int, ...], tuple[int, ...]], start: int) -> str:
+    """Name of a chunk in its pack: the tensor, the corner of its box unless that is the origin, and the first byte."""
+    name, corner, _ = box
+    return f"{name}{'[' + ','.join(map(str, corner)) + ']' if any(corner) else ''}@{start}"
 
 
 def _backoff(first: float, longest: float) -> Iterator[float]:

@@ -14,7 +14,8 @@ import torch
 
 from torchrelay.checkpoint.export import new_file
 from torchrelay.checkpoint.layout import ManifestRef
-from torchrelay.checkpoint.reader import load_manifest, read_tensors
+from torchrelay.checkpoint.reader import load_manifest
+from torchrelay.checkpoint.regions import read_tensors
 from torchrelay.checkpoint.typed import decode
 from torchrelay.errors import TorchrelayError
 from torchrelay.store import open_store

@@ -32,17 +32,17 @@ class CourierLink:
         self._path, self._on_message, self._on_lost = path, on_message, on_lost
         self._lock = threading.Lock()
         self._connection: socket.socket | None = None
-        self._area: tuple[int, int] | None = None
+        self._area: tuple[int, dict[str, Any]] | None = None
         self._in_flight: dict[str, Any] | None = None
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="courier-link", daemon=True)
         self._thread.start()
 
-    def use_area(self, fd: int, size: int) -> None:
-        """Share the staging memory. Only while no snapshot is in flight."""
+    def use_area(self, fd: int, size: int, layout: dict[str, Any]) -> None:
+        """Share the staging memory and say what lies where in it. Only while no snapshot is in flight."""
         with self._lock:
-            self._area = (fd, size)
-            self._send({"type": "area", "size": size}, (fd,))
+            self._area = (fd, {"type": "area", "size": size, "layout": layout})
+            self._send(self._area[1], (fd,))
 
     def hand_over(self, message: dict[str, Any]) -> None:
         """Hand over a staged snapshot; it is in flight until ``done`` is called."""
@@ -94,7 +94,7 @@ class CourierLink:
             with self._lock:
                 self._connection = connection
                 if self._area is not None:
-                    self._send({"type": "area", "size": self._area[1]}, (self._area[0],))
+                    self._send(self._area[1], (self._area[0],))
                 if self._in_flight is not None:
                     self._send(self._in_flight)
             return connection

@@ -1,25 +1,47 @@
 """Which bytes of the state each rank stores.
 
-Replicated tensors are cut into chunks and divided over the ranks by bytes: every rank writes its share once, none writes it twice.
-The plan is a pure function of the tensor table, so all ranks agree on it without a word.
+A rank holds a part (a box) of each tensor; ranks that hold the same part are its holders. A part with one holder is stored by it. What all ranks
+hold (replicated state, as under DDP) is cut into chunks and divided over them by bytes. A part with some holders (HSDP) is stored by the
+first, so that the loss of another replica does not cost the checkpoint. The plan is a pure function, so all ranks agree on it without a word.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from torchrelay.checkpoint.layout import CHUNK_BYTES
+from torchrelay.checkpoint.chunks import chunk_spans
+from torchrelay.checkpoint.layout import CHUNK_BYTES, DTYPES
 from torchrelay.checkpoint.manifest import TensorMeta
 
-__all__ = ["ShardPlan", "Slice", "plan_shard"]
+__all__ = ["Part", "ShardPlan", "Slice", "describe", "plan_shard"]
 
 _ALIGN = 64
+_WORTH_DIVIDING = (
+    2**20
+)  # less replicated state than this is stored by rank 0: a restore then asks one record for it, not all
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The box of a tensor that this rank holds, as the ``holder``-th of ``holders`` ranks that hold the same box."""
+
+    tensor: str
+    corner: tuple[int, ...]
+    extent: tuple[int, ...]
+    holder: int = 0
+    holders: int = 1
+
+    def size_bytes(self, dtype: str) -> int:
+        """Bytes of the box."""
+        return math.prod(self.extent) * DTYPES[dtype][1]
 
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """One chunk this rank stores: elements' bytes ``[start, start + length)`` of a tensor, at ``offset`` of the staging area."""
+    """One chunk this rank stores: bytes ``[start, start + length)`` of its part of a tensor, at ``offset`` of the staging area."""
 
     tensor: str
     start: int
@@ -29,8 +51,9 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class ShardPlan:
-    """All slices of one rank, and the size of the staging area they need."""
+    """All slices of one rank, the parts they lie in, and the size of the staging area they need."""
 
+    parts: tuple[Part, ...]
     slices: tuple[Slice, ...]
     area_bytes: int
 
@@ -41,16 +64,41 @@ class ShardPlan:
 
 
 def plan_shard(
-    tensors: Mapping[str, TensorMeta], *, rank: int, world_size: int, chunk_bytes: int = CHUNK_BYTES
+    tensors: Mapping[str, TensorMeta], parts: Sequence[Part], *, world_size: int, chunk_bytes: int = CHUNK_BYTES
 ) -> ShardPlan:
-    """Return what one rank stores of replicated tensors: the chunks that begin in its equal share of all bytes."""
-    total = sum(meta.size_bytes for meta in tensors.values())
+    """Return what a rank that holds ``parts`` stores."""
+    total = sum(part.size_bytes(tensors[part.tensor].dtype) for part in parts if _is_divided(part, world_size))
+    divide = total >= _WORTH_DIVIDING
+    stored: list[Part] = []
     slices, position, offset = [], 0, 0
-    for name, meta in tensors.items():
-        for start in range(0, meta.size_bytes, chunk_bytes):
-            length = min(chunk_bytes, meta.size_bytes - start)
-            if position * world_size // total == rank:
-                slices.append(Slice(name, start, length, offset))
+    for part in parts:
+        meta = tensors[part.tensor]
+        own = False
+        for start, length in chunk_spans(
+            meta.shape, part.corner, part.extent, DTYPES[meta.dtype][1], chunk_bytes=chunk_bytes
+        ):
+            mine = part.holder == 0
+            if divide and _is_divided(part, world_size):
+                mine = position * world_size // total == part.holder
+                position += length
+            if mine:
+                own = True
+                slices.append(Slice(part.tensor, start, length, offset))
                 offset += -(-length // _ALIGN) * _ALIGN
-            position += length
-    return ShardPlan(tuple(slices), max(offset, _ALIGN))
+        if own:
+            stored.append(part)
+    return ShardPlan(tuple(stored), tuple(slices), max(offset, _ALIGN))
+
+
+def describe(plan: ShardPlan, tensors: Mapping[str, TensorMeta]) -> dict[str, Any]:
+    """Say in plain JSON, for the courier, where in the staging area the chunks of each box lie."""
+    index = {part.tensor: number for number, part in enumerate(plan.parts)}
+    return {
+        "tensors": {part.tensor: [tensors[part.tensor].dtype, tensors[part.tensor].shape] for part in plan.parts},
+        "boxes": [[part.tensor, part.corner, part.extent] for part in plan.parts],
+        "pieces": [[index[piece.tensor], piece.start, piece.offset, piece.length] for piece in plan.slices],
+    }
+
+
+def _is_divided(part: Part, world_size: int) -> bool:
+    return part.holders == world_size

@@ -1,15 +1,18 @@
 """The staging area: warm shared memory that a snapshot is copied into, and that the courier reads from.
 
 It is anonymous memory passed by file descriptor: nothing to clean up, and it lives as long as the rank or the courier does. Its pages
-are touched once when it is made, because the first touch costs several times the copy. Chunks of a tensor are copied as bytes.
+are touched once when it is made, because the first touch costs several times the copy. Tensors in host memory are copied as bytes by one
+thread that does not hold the interpreter's lock; tensors on a device by its own stream, into memory that it has been told of.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import mmap
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import torch
@@ -19,7 +22,7 @@ from torchrelay.checkpoint.manifest import TensorMeta
 from torchrelay.errors import CorruptionError
 from torchrelay.state.shards import ShardPlan, Slice
 
-__all__ = ["StagingArea"]
+__all__ = ["StagingArea", "check_unmoved", "versions"]
 
 
 class StagingArea:
@@ -29,38 +32,96 @@ class StagingArea:
         self.size_bytes = plan.area_bytes
         self.fd = _anonymous(plan.area_bytes)
         self._map = mmap.mmap(self.fd, plan.area_bytes)
-        np.frombuffer(self._map, np.uint8)[:] = 0  # touch every page now, not during the first save
-        self._targets = [(part, self._target(part, tensors[part.tensor].dtype)) for part in plan.slices]
+        pages = np.frombuffer(self._map, np.uint8)
+        pages[:] = 0  # touch every page now, not during the first save
+        self._address = pages.ctypes.data
+        self._spans: dict[str, list[Slice]] = {}
+        for part in plan.slices:
+            spans = self._spans.setdefault(part.tensor, [])
+            last = spans[-1] if spans else None
+            if last and (last.start + last.length, last.offset + last.length) == (part.start, part.offset):
+                spans[-1] = Slice(part.tensor, last.start, last.length + part.length, last.offset)
+            else:
+                spans.append(part)
+        self._dtypes = {name: tensors[name].dtype for name in self._spans}
+        self._device = _Device(self._address, self.size_bytes)
 
     def copy(self, tensors: Mapping[str, torch.Tensor], names: frozenset[str]) -> None:
-        """Copy the slices of the named tensors; a slice of a tensor on a device is fetched by this call."""
-        flat: dict[str, torch.Tensor] = {}
-        for part, target in self._targets:
-            if part.tensor in names:
-                source = flat.get(part.tensor)
-                if source is None:
-                    source = flat[part.tensor] = tensors[part.tensor].reshape(-1)
-                first = part.start // source.element_size()
-                target.copy_(source[first : first + target.numel()])
+        """Copy what is staged of the named tensors; when this returns the bytes are in host memory."""
+        elsewhere = []
+        for name, spans in self._spans.items():
+            if name not in names:
+                continue
+            source = tensors[name]
+            if source.device.type == "cpu" and source.is_contiguous() and not (source.is_conj() or source.is_neg()):
+                address = source.data_ptr()
+                for span in spans:
+                    # A foreign call: the interpreter's lock is free while the bytes move.
+                    ctypes.memmove(self._address + span.offset, address + span.start, span.length)
+            else:
+                elsewhere.append(name)
+        if elsewhere:
+            with self._device.copying(tensors[elsewhere[0]]) as non_blocking, torch.no_grad():
+                for name in elsewhere:
+                    self._copy_elements(tensors[name], name, non_blocking=non_blocking)
 
     def close(self) -> None:
         """Let go of the memory on this side; the courier's mapping stays."""
-        self._targets.clear()
+        self._device.close()
+        self._spans.clear()
         os.close(self.fd)
 
-    def _target(self, part: Slice, dtype: str) -> torch.Tensor:
-        count = part.length // DTYPES[dtype][1]
-        return torch.frombuffer(self._map, dtype=getattr(torch, dtype), count=count, offset=part.offset)
+    def _copy_elements(self, source: torch.Tensor, name: str, *, non_blocking: bool) -> None:
+        item = DTYPES[self._dtypes[name]][1]
+        flat = source.reshape(-1)
+        for span in self._spans[name]:
+            count = span.length // item
+            target = torch.frombuffer(self._map, dtype=flat.dtype, count=count, offset=span.offset)
+            target.copy_(flat[span.start // item : span.start // item + count], non_blocking=non_blocking)
 
 
-def versions(tensors: Mapping[str, torch.Tensor], names: frozenset[str]) -> dict[str, int]:
-    """Return the version counter of each named tensor: it rises with every in-place change."""
-    return {name: tensors[name]._version for name in names}
+class _Device:
+    """Copies from a CUDA device: a stream of its own, after all that the training thread has queued so far, into registered memory."""
+
+    def __init__(self, address: int, size_bytes: int) -> None:
+        self._address, self._size_bytes = address, size_bytes
+        self._registered = False
+        self._stream: torch.cuda.Stream | None = None
+
+    @contextlib.contextmanager
+    def copying(self, example: torch.Tensor) -> Iterator[bool]:
+        """Run the copies inside; yields whether they may be asynchronous. All are complete when the block ends."""
+        if example.device.type != "cuda":
+            yield False
+            return
+        with torch.cuda.device(example.device):
+            if self._stream is None:
+                self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+                runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+                self._registered = int(runtime.cudaHostRegister(self._address, self._size_bytes, 0)) == 0
+            # The default stream orders after everything that training has queued on it.
+            self._stream.wait_stream(torch.cuda.default_stream())
+            with torch.cuda.stream(self._stream):
+                yield self._registered
+            self._stream.synchronize()
+
+    def close(self) -> None:
+        if self._registered:
+            torch.cuda.cudart().cudaHostUnregister(self._address)  # type: ignore[no-untyped-call]
+            self._registered = False
 
 
-def check_unmoved(tensors: Mapping[str, torch.Tensor], before: Mapping[str, int], *, step: int) -> None:
+def versions(watched: Mapping[str, tuple[torch.Tensor, ...]], names: frozenset[str]) -> dict[str, tuple[int, ...]]:
+    """Return the version counters of each named tensor: they rise with every in-place change."""
+    return {name: tuple(tensor._version for tensor in watched[name]) for name in names}
+
+
+def check_unmoved(
+    watched: Mapping[str, tuple[torch.Tensor, ...]], before: Mapping[str, tuple[int, ...]], *, step: int
+) -> None:
     """Raise CorruptionError if a tensor was changed while it was being copied: the snapshot mixes two steps and must not be used."""
-    moved = [name for name, version in before.items() if tensors[name]._version != version]
+    now = versions(watched, frozenset(before))
+    moved = [name for name, version in before.items() if now[name] != version]
     if moved:
         raise CorruptionError(
             f"the snapshot of step {step} is torn: {len(moved)} tensors changed while they were copied (first: {moved[0]})",
