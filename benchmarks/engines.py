@@ -42,7 +42,7 @@ class Engine(Protocol):
         """Time (``time.perf_counter``) at which the save was durable; None if it is not yet. Raises what made it fail."""
 
     def wait(self) -> None:
-        """Wait until it is durable."""
+        """Wait until every save that was begun is durable."""
 
     def tidy(self) -> None:
         """Remove what was written, outside of what is measured."""
@@ -84,7 +84,11 @@ class _Background:
     def __init__(self, workload: Workload, folder: Path) -> None:
         self._workload, self._folder = workload, folder / self.name
         self._folder.mkdir(parents=True)
-        self._stamp: _Stamped | None = None
+        self._stamps: list[_Stamped] = []
+
+    def track(self, wait: Callable[[], object]) -> None:
+        """Stamp the end of the save that was just begun; ``wait`` returns then."""
+        self._stamps.append(_Stamped(wait))
 
     def path(self, step: int) -> Path:
         return self._folder / str(step)
@@ -93,13 +97,13 @@ class _Background:
         """Nothing: the call has copied."""
 
     def durable_at(self) -> float | None:
-        assert self._stamp is not None
-        return self._stamp.at()
+        return self._stamps[-1].at()
 
     def wait(self) -> None:
-        assert self._stamp is not None
-        self._stamp.join()
-        self._stamp.at()
+        for stamp in self._stamps:
+            stamp.join()
+            stamp.at()
+        del self._stamps[:-1]
 
     def tidy(self) -> None:
         for path in self._folder.iterdir():
@@ -123,7 +127,7 @@ class Torchrelay(_Background):
 
     def save(self, step: int) -> None:
         self.pending = pending = self._checkpointer.save(step)
-        self._stamp = _Stamped(pending.result)
+        self.track(pending.result)
 
     def tidy(self) -> None:
         """Remove the packs; the records that name them are small."""
@@ -153,7 +157,7 @@ class _Dcp(_Background):
         )
         durable = getattr(answer, "upload_completion", answer)
         self._staged = getattr(answer, "staging_completion", None)
-        self._stamp = _Stamped(durable.result)
+        self.track(durable.result)
 
     def join(self) -> None:
         if self._staged is not None:
@@ -224,7 +228,7 @@ class TorchCheckpointing(_Background):
             future.result()
             _sync(self.path(step))
 
-        self._stamp = _Stamped(durable)
+        self.track(durable)
 
     def join(self) -> None:
         with self._manager.lock():
@@ -261,7 +265,7 @@ class Torchsnapshot(_Background):
             pending.wait()
             _sync(self.path(step))
 
-        self._stamp = _Stamped(durable)
+        self.track(durable)
 
 
 def _sync(folder: Path) -> None:

@@ -93,11 +93,12 @@ class _Gpt(nn.Module):
         return nn.functional.linear(hidden, self.tokens.weight)
 
 
-def gpt(*, quick: bool = False) -> Workload:
-    """54.7 M parameters (5.3 M with ``quick``), a batch of 128 tokens."""
+def gpt(*, quick: bool = False, prepare: Callable[[nn.Module], object] = lambda model: None) -> Workload:
+    """54.7 M parameters (5.3 M with ``quick``), a batch of 128 tokens. ``prepare`` may shard the model before its optimizer is made."""
     torch.manual_seed(0)
     vocabulary, width, layers, length = (8192, 256, 4, 32) if quick else (32768, 512, 12, 64)
     model = _Gpt(vocabulary=vocabulary, width=width, layers=layers, length=length)
+    prepare(model)
     batch = torch.randint(vocabulary, (2, length + 1))
 
     def loss() -> torch.Tensor:
