@@ -1,13 +1,14 @@
 """The training state as named tensors plus typed JSON, and back.
 
-Capturing copies nothing: it names the live tensors and says which of them only an optimizer step changes (those may be copied
-while the next forward and backward run). Everything else is small and is encoded, or copied, in the call. Tensors that share
+Capturing has two halves. ``hold`` takes hold of the live tensors that only an optimizer step changes (parameters, moments), and copies or encodes
+everything else, which is small; ``describe`` names and encodes what was held, and may run beside the next forward and backward. Tensors that share
 their memory (tied weights) are one tensor with several references, before and after. A tensor has the same name whether it is whole
 (one process, DDP), divided (FSDP2, any DTensor) or with one owner (ZeroRedundancyOptimizer): so each may take over from the other.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -16,13 +17,14 @@ import torch
 from torch import nn
 
 from torchrelay.checkpoint.manifest import TensorMeta
-from torchrelay.checkpoint.typed import TensorRef, decode, encode
-from torchrelay.errors import StateMismatchError, UnserialisableError
-from torchrelay.state.parts import PartTable, as_zero, is_dtensor, local_tensor, tensor_meta
+from torchrelay.checkpoint.typed import decode, encode
+from torchrelay.errors import CorruptionError, StateMismatchError, UnserialisableError
+from torchrelay.state.flatten import Flattener
+from torchrelay.state.parts import PartTable, as_zero, is_dtensor, tensor_meta
 from torchrelay.state.rng import capture_rng, restore_rng
 from torchrelay.state.shards import Part
 
-__all__ = ["Captured", "SamplerState", "Stateful", "TrainingState", "tensor_meta"]
+__all__ = ["Captured", "Instant", "SamplerState", "Stateful", "TrainingState", "tensor_meta"]
 
 
 @runtime_checkable
@@ -48,18 +50,43 @@ class SamplerState(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Captured:
-    """One coherent view of the state: live tensors by name (this rank's memory), what they are and which part, typed JSON for the rest.
+class Instant:
+    """The state at one instant, before anything is copied.
 
-    ``lazy`` names the tensors that nothing but an optimizer step changes; ``watched`` are those whose version counters prove it. ``local`` belongs
-    to this rank (RNG and per-rank components), ``fragment`` is what of the replicated state only this rank knows.
+    ``trees`` holds the state dicts of modules and optimizers: live tensors where only an optimizer step changes them (``versions`` are their paths
+    and version counters), copies of all others. ``eager`` are the other components, encoded already, with copies of their tensors.
+    """
+
+    trees: dict[str, Any]
+    versions: tuple[tuple[str, torch.Tensor, int], ...]
+    encoded: dict[str, Any]
+    eager: Flattener
+    data: dict[str, Any]
+    local: dict[str, Any]
+
+    def check_unmoved(self, step: int) -> None:
+        """Raise CorruptionError if a live tensor was changed since: a snapshot that was copied meanwhile mixes two steps.
+
+        The fused and foreach optimizers change DTensors without counting; the plain step counts beside them tell on those.
+        """
+        moved = [path for path, tensor, version in self.versions if tensor._version != version]
+        if moved:
+            raise CorruptionError(
+                f"the snapshot of step {step} is torn: {len(moved)} tensors changed while they were copied (first: {moved[0]})",
+                hint="change parameters and optimizer state only in optimizer.step(), or call PendingCheckpoint.wait_staged() before",
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Captured:
+    """One coherent view of the state: tensors by name (this rank's memory), what they are and which part, typed JSON for the rest.
+
+    ``local`` belongs to this rank (RNG and per-rank components), ``fragment`` is what of the replicated state only this rank knows.
     """
 
     tensors: dict[str, torch.Tensor]
-    watched: dict[str, tuple[torch.Tensor, ...]]
     metas: dict[str, TensorMeta]
     parts: dict[str, Part]
-    lazy: frozenset[str]
     skeleton: dict[str, Any]
     data: dict[str, Any]
     local: dict[str, Any]
@@ -108,42 +135,55 @@ class TrainingState:
         return [part for part in self.components().values() if isinstance(part, torch.optim.Optimizer)]
 
     def capture(self, step: int, table: PartTable | None = None) -> Captured:
-        """Name the live state after ``step`` optimizer steps. Raises UnserialisableError naming what cannot be stored.
+        """Describe the live state after ``step`` optimizer steps. Raises UnserialisableError naming what cannot be stored."""
+        return self.describe(self.hold(step), table or PartTable(rank=0, world_size=1))
 
-        ``table`` knows which part of each tensor this rank holds; without it the rank is taken for the only one.
-        """
-        flat = _Flattener(table or PartTable(rank=0, world_size=1))
-        skeleton, lazy = {}, set[str]()
-        fragments: dict[str, Any] = {}
+    def hold(self, step: int) -> Instant:
+        """Take hold of the state after ``step`` optimizer steps: quick, and all that must happen before the next forward."""
+        trees, versions = dict[str, Any](), list[tuple[str, torch.Tensor, int]]()
+        encoded, eager = dict[str, Any](), Flattener(PartTable.copying())
         for name, part in self.components().items():
-            own = as_zero(part) is not None
             tree = _tree(part)
-            try:
-                if isinstance(part, torch.optim.Optimizer):
-                    _check_divided_alike(name, part, tree)
-                skeleton[name] = encode(flat.name_tensors(tree, name, own=own), name)
-            except RecursionError:
-                raise UnserialisableError(f"the state of {name} contains itself, or is nested too deeply") from None
+            if isinstance(part, nn.Module | torch.optim.Optimizer):
+                trees[name] = _held(tree, name, isinstance(part, nn.Module), versions)
+            else:
+                encoded[name] = _encode(eager, tree, name)
+        own = Flattener(PartTable(rank=0, world_size=1))
+        ranked = {name: part.state_dict() for name, part in self.per_rank.items()}
+        tree = _encode(own, {"rng": capture_rng(), **ranked}, "local")
+        return Instant(
+            trees=trees,
+            versions=tuple(versions),
+            encoded=encoded,
+            eager=eager,
+            data=self.sampler.state_dict_at(step) if self.sampler is not None else {},
+            local={"tree": tree, "tensors": {name: _inline(tensor) for name, tensor in own.tensors.items()}},
+        )
+
+    def describe(self, instant: Instant, table: PartTable) -> Captured:
+        """Name and encode what was taken hold of; may run beside forward and backward. ``table`` knows which part of each tensor is this rank's."""
+        flat = Flattener(table)
+        skeleton, fragments = dict[str, Any](), dict[str, Any]()
+        for name, part in self.components().items():
+            if name in instant.encoded:
+                skeleton[name] = instant.encoded[name]
+                continue
+            tree = instant.trees[name]
+            own = as_zero(part) is not None
+            if isinstance(part, torch.optim.Optimizer):
+                _check_divided_alike(name, part, tree)
+            skeleton[name] = _encode(flat, tree, name, own=own)
             if own:
                 fragments[name] = skeleton[name]["state"].get("$dict", [])
-            lazy |= _changed_by_optimizer_only(name, part, flat.tensors)
-        own_flat = _Flattener(PartTable(rank=0, world_size=1))
-        ranked = {name: part.state_dict() for name, part in self.per_rank.items()}
-        local_tree = own_flat.name_tensors({"rng": capture_rng(), **ranked}, "local")
-        local = {
-            "tree": encode(local_tree, "local"),
-            "tensors": {name: _inline(t) for name, t in own_flat.tensors.items()},
-        }
-        data = self.sampler.state_dict_at(step) if self.sampler is not None else {}
+        eager = instant.eager
+        copied = {name: table.whole(name, meta) for name, meta in eager.metas.items()}
         return Captured(
-            tensors=flat.tensors,
-            watched=flat.watched,
-            metas=flat.metas,
-            parts=flat.parts,
-            lazy=frozenset(lazy & flat.tensors.keys()),
+            tensors={**flat.tensors, **eager.tensors},
+            metas={**flat.metas, **eager.metas},
+            parts={**flat.parts, **copied},
             skeleton=skeleton,
-            data=data,
-            local=local,
+            data=instant.data,
+            local=instant.local,
             fragment=_fragment(fragments, flat.metas),
         )
 
@@ -198,51 +238,6 @@ def unwrap(module: nn.Module) -> nn.Module:
         module = inner
 
 
-class _Flattener:
-    """Replaces tensors in a tree by references, giving one name to all references to the same memory."""
-
-    def __init__(self, table: PartTable) -> None:
-        self.tensors: dict[str, torch.Tensor] = {}
-        self.watched: dict[str, tuple[torch.Tensor, ...]] = {}
-        self.metas: dict[str, TensorMeta] = {}
-        self.parts: dict[str, Part] = {}
-        self._table = table
-        self._names: dict[tuple[Any, ...], str] = {}
-
-    def name_tensors(self, value: Any, path: str, *, own: bool = False) -> Any:
-        if isinstance(value, torch.Tensor):
-            return TensorRef(self._name(value, path, own=own))
-        kind = type(value)
-        if isinstance(value, dict):
-            items = {key: self.name_tensors(item, f"{path}/{key}", own=own) for key, item in value.items()}
-            return _same_kind(value, items)
-        if kind in (list, tuple):
-            return kind(self.name_tensors(item, f"{path}/{index}", own=own) for index, item in enumerate(value))
-        return value
-
-    def _name(self, tensor: torch.Tensor, path: str, *, own: bool) -> str:
-        if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
-            raise UnserialisableError(
-                f"{path} is a {tensor.layout} tensor on {tensor.device}; only strided tensors with data can be stored"
-            )
-        if type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer) and not is_dtensor(tensor):
-            raise UnserialisableError(
-                f"{path} is a {type(tensor).__qualname__}, a tensor subclass that has no typed encoding"
-            )
-        memory = local_tensor(tensor)
-        key = (
-            (memory.device, memory.data_ptr(), memory.shape, memory.stride(), memory.dtype)
-            if memory.numel()
-            else (path,)
-        )
-        name = self._names.setdefault(key, path)
-        if name not in self.tensors:
-            self.tensors[name] = memory
-            self.watched[name] = (tensor, memory)
-            self.metas[name], self.parts[name] = self._table.held(name, tensor, own=own)
-        return name
-
-
 def _tree(part: Stateful) -> Any:
     """The state dict of one component, with the live tensors in it and without any communication."""
     if isinstance(part, nn.Module):
@@ -256,10 +251,51 @@ def _tree(part: Stateful) -> Any:
     return part.state_dict()
 
 
+def _held(
+    tree: Mapping[str, Any], name: str, is_module: bool, versions: list[tuple[str, torch.Tensor, int]]
+) -> dict[str, Any]:
+    """Keep live tensors that only an optimizer step changes (parameters, optimizer state), noting their versions; copy all others."""
+    copies: dict[Any, torch.Tensor] = {}
+    if is_module:
+        held = {}
+        for key, value in tree.items():
+            if isinstance(value, nn.Parameter):
+                versions.append((f"{name}/{key}", value, value._version))
+                held[key] = value
+            else:
+                held[key] = _copied(value, copies)
+        return held
+    for index, state in tree.get("state", {}).items():
+        if isinstance(state, dict):
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    versions.append((f"{name}/state/{index}/{key}", value, value._version))
+    return {key: value if key == "state" else _copied(value, copies) for key, value in tree.items()}
+
+
+def _copied(value: Any, copies: dict[Any, torch.Tensor]) -> Any:
+    """Copy a value that forward and backward may change: a tensor (one copy for one memory), or the containers and tensors of a state dict."""
+    if isinstance(value, torch.Tensor):
+        place = id(value) if is_dtensor(value) else (value.data_ptr(), value.shape, value.stride(), value.dtype)
+        return copies.setdefault(place, value.detach().clone()) if value.numel() else value.detach()
+    if type(value) is dict:
+        return {key: _copied(item, copies) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_copied(item, copies) for item in value)
+    return copy.deepcopy(value)
+
+
+def _encode(flat: Flattener, tree: Any, name: str, *, own: bool = False) -> Any:
+    try:
+        return encode(flat.name_tensors(tree, name, own=own), name)
+    except RecursionError:
+        raise UnserialisableError(f"the state of {name} contains itself, or is nested too deeply") from None
+
+
 def _check_divided_alike(name: str, optimizer: torch.optim.Optimizer, tree: Mapping[str, Any]) -> None:
     """Refuse state of a divided parameter that is itself a plain tensor: it would be this rank's part, taken for the whole."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    for index, state in tree["state"].items():
+    for index, state in tree.get("state", {}).items():
         if index < len(params) and is_dtensor(params[index]):
             for key, value in state.items():
                 if isinstance(value, torch.Tensor) and not is_dtensor(value) and value.numel() > 1:
@@ -278,27 +314,6 @@ def _fragment(fragments: Mapping[str, Any], metas: Mapping[str, TensorMeta]) -> 
         if any(name.startswith(f"{component}/state/") for component in fragments)
     }
     return {"tensors": tensors, "items": dict(fragments)}
-
-
-def _same_kind(original: dict[Any, Any], items: dict[Any, Any]) -> Any:
-    """Keep the class of a dict (OrderedDict, Counter ...); its type is checked when it is encoded."""
-    if type(original) is dict:
-        return items
-    copy = original.copy()
-    copy.clear()
-    copy.update(items)
-    if hasattr(copy, "_metadata"):  # nn.Module's version notes; load_state_dict does without
-        del copy._metadata
-    return copy
-
-
-def _changed_by_optimizer_only(name: str, part: Stateful, tensors: Mapping[str, torch.Tensor]) -> set[str]:
-    """Name the tensors of one component that forward and backward leave alone: parameters and optimizer moments, not buffers."""
-    if isinstance(part, nn.Module):
-        return {f"{name}/{key}" for key, _ in part.named_parameters(remove_duplicate=False)}
-    if isinstance(part, torch.optim.Optimizer):
-        return {key for key in tensors if key.startswith(f"{name}/state/")}
-    return set()
 
 
 def _compare(name: str, module: nn.Module, node: Any, tensors: Mapping[str, TensorMeta]) -> list[str]:

@@ -23,7 +23,7 @@ from torchrelay.checkpoint.reader import load_manifest, load_record, mark_damage
 from torchrelay.checkpoint.regions import read_regions
 from torchrelay.config import RunSpec
 from torchrelay.errors import CorruptionError, FencedError, NotFoundError, RetryableError, StateMismatchError
-from torchrelay.state.capture import Captured, TrainingState
+from torchrelay.state.capture import Captured, Instant, TrainingState
 from torchrelay.state.link import CourierLink
 from torchrelay.state.parts import PartTable
 from torchrelay.state.pending import PendingCheckpoint
@@ -32,7 +32,7 @@ from torchrelay.state.restore import Targets
 from torchrelay.state.rng import derive_rng
 from torchrelay.state.session import Session, open_session
 from torchrelay.state.shards import Part, describe, plan_shard
-from torchrelay.state.staging import StagingArea, check_unmoved, versions
+from torchrelay.state.staging import StagingArea
 from torchrelay.store import open_store
 from torchrelay.store.base import ObjectStore
 
@@ -54,12 +54,13 @@ class Restored:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Snapshot:
-    """A save whose lazy part is still to be copied."""
+    """A save whose state is held but neither described nor copied yet, unless ``captured``."""
 
     pending: PendingCheckpoint
-    captured: Captured
-    before: dict[str, tuple[int, ...]]
-    message: dict[str, Any]
+    instant: Instant
+    captured: Captured | None
+    trace: tuple[tuple[int, float | None], ...]
+    info: dict[str, Any]
 
 
 class Checkpointer:
@@ -121,16 +122,16 @@ class Checkpointer:
             self._pending.settle()
         if self._fenced is not None:
             raise self._fenced
-        captured = self._state.capture(step, self._table)
-        self._prepare(captured)
+        instant = self._state.hold(step)
+        # What cannot be stored is told at once where it can show for the first time; afterwards the description is left to the background.
+        captured = self._state.describe(instant, self._table) if self._area is None else None
+        if captured is not None:
+            self._prepare(captured)
         pending = PendingCheckpoint(step, leader=self._session.rank == 0)
-        assert self._area is not None
-        assert self._link is not None
-        message = self._message(captured, step, tuple(trace), dict(info or {}))
-        self._area.copy(captured.tensors, frozenset(captured.tensors.keys() - captured.lazy))
-        before = versions(captured.watched, captured.lazy)
         self._pending = pending
-        self._work.put(_Snapshot(pending=pending, captured=captured, before=before, message=message))
+        self._work.put(
+            _Snapshot(pending=pending, instant=instant, captured=captured, trace=tuple(trace), info=dict(info or {}))
+        )
         pending.stall_s += time.monotonic() - began
         return pending
 
@@ -266,21 +267,30 @@ class Checkpointer:
         }
 
     def _copy_forever(self) -> None:
-        """Copy the lazy part of each snapshot, prove that nothing moved meanwhile, and hand it to the courier."""
+        """Describe and copy each snapshot, prove that nothing moved meanwhile, and hand it to the courier."""
         while (snapshot := self._work.get()) is not None:
-            pending, captured = snapshot.pending, snapshot.captured
+            pending = snapshot.pending
             try:
-                assert self._area is not None
-                assert self._link is not None
-                self._area.copy(captured.tensors, captured.lazy)
-                check_unmoved(captured.watched, snapshot.before, step=pending.step)
-                self._link.hand_over(snapshot.message)
+                self._stage(snapshot)
             except Exception as error:
                 _LOG.error("step=%d rank=%d save failed: %s", pending.step, self._session.rank, error)
                 emit("saved", step=pending.step, state="failed", rank=self._session.rank, message=str(error)[:800])
                 pending.advance("failed", error)
-                continue
-            pending.advance("staged")
+
+    def _stage(self, snapshot: _Snapshot) -> None:
+        pending, captured = snapshot.pending, snapshot.captured
+        if captured is None:
+            captured = self._state.describe(snapshot.instant, self._table)
+            self._prepare(captured)
+        assert self._area is not None
+        assert self._link is not None
+        self._area.copy(captured.tensors)
+        snapshot.instant.check_unmoved(pending.step)
+        message = self._message(captured, pending.step, snapshot.trace, snapshot.info)
+        pending.advance(
+            "staged"
+        )  # the optimizer may go on; the staged bytes are the courier's until it has written them
+        self._link.hand_over(message)
 
     def _fence(self, *_: Any) -> None:
         """Before an optimizer step: wait until the snapshot no longer needs the old values."""

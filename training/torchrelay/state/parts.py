@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -15,9 +16,7 @@ from torchrelay.state.shards import Part
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["PartTable", "as_zero", "is_dtensor", "local_tensor", "tensor_meta"]
-
-Held = tuple[TensorMeta, Part]
+__all__ = ["Known", "PartTable", "as_zero", "is_dtensor", "local_tensor", "tensor_meta"]
 
 
 def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
@@ -45,31 +44,62 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach()
 
 
+def _pointer(tensor: torch.Tensor) -> int:
+    return tensor._local_tensor.data_ptr() if is_dtensor(tensor) else tensor.data_ptr()
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A tensor at a path, as it was when it was last looked at closely."""
+
+    tensor: torch.Tensor
+    pointer: int
+    memory: torch.Tensor
+    place: tuple[Any, ...]
+    meta: TensorMeta
+    part: Part
+
+
 class PartTable:
-    """Knows the parts of named tensors; remembers them, because working out a DTensor's offsets costs more than all else of a save."""
+    """Knows the parts of named tensors, and remembers them: the tensors of a state are the same ones from save to save."""
 
-    def __init__(self, *, rank: int, world_size: int) -> None:
-        self._rank, self._world_size = rank, world_size
-        self._known: dict[str, tuple[tuple[Any, ...], Held]] = {}
+    def __init__(self, *, rank: int, world_size: int, copy: bool = False) -> None:
+        self._rank, self._world_size, self._copy = rank, world_size, copy
+        self._known: dict[str, Known] = {}
 
-    def held(self, name: str, tensor: torch.Tensor, *, own: bool = False) -> Held:
+    @classmethod
+    def copying(cls) -> PartTable:
+        """A table that copies each tensor it is shown, for state that may change at any time."""
+        return cls(rank=0, world_size=1, copy=True)
+
+    def remembered(self, path: str, tensor: torch.Tensor) -> Known | None:
+        """Return what is known of this very tensor with this very memory."""
+        known = self._known.get(path)
+        return known if known is not None and known.tensor is tensor and known.pointer == _pointer(tensor) else None
+
+    def remember(
+        self, path: str, tensor: torch.Tensor, memory: torch.Tensor, place: tuple[Any, ...], *, own: bool
+    ) -> Known:
+        """Look at a tensor closely; ``own`` says that only this rank has it. Raises as ``held`` does."""
+        meta, part = self.held(path, tensor, own=own)
+        memory = memory.clone() if self._copy else memory
+        known = Known(tensor, _pointer(tensor), memory, place, meta, part)
+        self._known[path] = known
+        return known
+
+    def held(self, name: str, tensor: torch.Tensor, *, own: bool = False) -> tuple[TensorMeta, Part]:
         """Return the description and the part of a tensor; ``own`` says that only this rank has it (ZeroRedundancyOptimizer).
 
         Raises UnserialisableError for a DTensor with partial sums: it has no value before they are added up.
         """
-        layout = (id(tensor.device_mesh), tensor.placements) if is_dtensor(tensor) else None
-        key = (tensor.dtype, tensor.shape, own, layout)
-        known = self._known.get(name)
-        if known is not None and known[0] == key:
-            return known[1]
         meta = tensor_meta(tensor)
-        part = self._divided(name, tensor) if is_dtensor(tensor) else self._whole(name, meta, own=own)
-        self._known[name] = (key, (meta, part))
-        return meta, part
+        if is_dtensor(tensor):
+            return meta, self._divided(name, tensor)
+        return meta, Part(name, (0,) * len(meta.shape), meta.shape) if own else self.whole(name, meta)
 
-    def _whole(self, name: str, meta: TensorMeta, *, own: bool) -> Part:
-        holder, holders = (0, 1) if own else (self._rank, self._world_size)
-        return Part(name, (0,) * len(meta.shape), meta.shape, holder, holders)
+    def whole(self, name: str, meta: TensorMeta) -> Part:
+        """The part of a tensor that is whole on every rank."""
+        return Part(name, (0,) * len(meta.shape), meta.shape, self._rank, self._world_size)
 
     def _divided(self, name: str, tensor: DTensor) -> Part:
         from torch.distributed.tensor import Partial, Replicate

@@ -19,10 +19,9 @@ import torch
 
 from torchrelay.checkpoint.layout import DTYPES
 from torchrelay.checkpoint.manifest import TensorMeta
-from torchrelay.errors import CorruptionError
 from torchrelay.state.shards import ShardPlan, Slice
 
-__all__ = ["StagingArea", "check_unmoved", "versions"]
+__all__ = ["StagingArea"]
 
 
 class StagingArea:
@@ -46,12 +45,10 @@ class StagingArea:
         self._dtypes = {name: tensors[name].dtype for name in self._spans}
         self._device = _Device(self._address, self.size_bytes)
 
-    def copy(self, tensors: Mapping[str, torch.Tensor], names: frozenset[str]) -> None:
-        """Copy what is staged of the named tensors; when this returns the bytes are in host memory."""
+    def copy(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Copy what is staged of each tensor; when this returns the bytes are in host memory."""
         elsewhere = []
         for name, spans in self._spans.items():
-            if name not in names:
-                continue
             source = tensors[name]
             if source.device.type == "cpu" and source.is_contiguous() and not (source.is_conj() or source.is_neg()):
                 address = source.data_ptr()
@@ -109,24 +106,6 @@ class _Device:
         if self._registered:
             torch.cuda.cudart().cudaHostUnregister(self._address)  # type: ignore[no-untyped-call]
             self._registered = False
-
-
-def versions(watched: Mapping[str, tuple[torch.Tensor, ...]], names: frozenset[str]) -> dict[str, tuple[int, ...]]:
-    """Return the version counters of each named tensor: they rise with every in-place change."""
-    return {name: tuple(tensor._version for tensor in watched[name]) for name in names}
-
-
-def check_unmoved(
-    watched: Mapping[str, tuple[torch.Tensor, ...]], before: Mapping[str, tuple[int, ...]], *, step: int
-) -> None:
-    """Raise CorruptionError if a tensor was changed while it was being copied: the snapshot mixes two steps and must not be used."""
-    now = versions(watched, frozenset(before))
-    moved = [name for name, version in before.items() if now[name] != version]
-    if moved:
-        raise CorruptionError(
-            f"the snapshot of step {step} is torn: {len(moved)} tensors changed while they were copied (first: {moved[0]})",
-            hint="change parameters and optimizer state only in optimizer.step(), or call PendingCheckpoint.wait_staged() before",
-        )
 
 
 def _anonymous(size: int) -> int:
