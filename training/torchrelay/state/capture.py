@@ -1,8 +1,8 @@
 """The training state as named tensors plus typed JSON, and back.
 
 Capturing has two halves. ``hold`` takes hold of the live tensors that only an optimizer step changes (parameters, moments), and copies or encodes
-everything else, which is small; ``describe`` names and encodes what was held, and may run beside the next forward and backward. Tensors that share
-their memory (tied weights) are one tensor with several references, before and after. A tensor has the same name whether it is whole
+everything else, which is small; ``Describer`` names and encodes what was held, and may run beside the next forward and backward. Tensors that
+share their memory (tied weights) are one tensor with several references, before and after. A tensor has the same name whether it is whole
 (one process, DDP), divided (FSDP2, any DTensor) or with one owner (ZeroRedundancyOptimizer): so each may take over from the other.
 """
 
@@ -18,13 +18,12 @@ from torch import nn
 
 from torchrelay.checkpoint.manifest import TensorMeta
 from torchrelay.checkpoint.typed import decode, encode
-from torchrelay.errors import CorruptionError, StateMismatchError, UnserialisableError
-from torchrelay.state.flatten import Flattener
+from torchrelay.errors import CorruptionError, StateMismatchError
+from torchrelay.state.flatten import Flattener, encode_tree
 from torchrelay.state.parts import PartTable, as_zero, is_dtensor, tensor_meta
 from torchrelay.state.rng import capture_rng, restore_rng
-from torchrelay.state.shards import Part
 
-__all__ = ["Captured", "Instant", "SamplerState", "Stateful", "TrainingState", "tensor_meta"]
+__all__ = ["Instant", "SamplerState", "Stateful", "TrainingState", "tensor_meta"]
 
 
 @runtime_checkable
@@ -53,12 +52,16 @@ class SamplerState(Protocol):
 class Instant:
     """The state at one instant, before anything is copied.
 
-    ``trees`` holds the state dicts of modules and optimizers: live tensors where only an optimizer step changes them (``versions`` are their paths
-    and version counters), copies of all others. ``eager`` are the other components, encoded already, with copies of their tensors.
+    ``fixed`` holds the trees of modules and optimizers as far as they consist of tensors: live ones where only an optimizer step changes them
+    (all of them again in ``live``, with their version counters in ``versions``), and copies of the others (again in ``copies``). ``varying`` is
+    what else these trees hold, copied. ``encoded`` are the other components, as typed JSON, with copies of their tensors in ``eager``.
     """
 
-    trees: dict[str, Any]
-    versions: tuple[tuple[str, torch.Tensor, int], ...]
+    fixed: dict[str, Any]
+    varying: dict[str, Any]
+    live: list[torch.Tensor]
+    versions: list[int]
+    copies: list[torch.Tensor]
     encoded: dict[str, Any]
     eager: Flattener
     data: dict[str, Any]
@@ -69,28 +72,14 @@ class Instant:
 
         The fused and foreach optimizers change DTensors without counting; the plain step counts beside them tell on those.
         """
-        moved = [path for path, tensor, version in self.versions if tensor._version != version]
-        if moved:
-            raise CorruptionError(
-                f"the snapshot of step {step} is torn: {len(moved)} tensors changed while they were copied (first: {moved[0]})",
-                hint="change parameters and optimizer state only in optimizer.step(), or call PendingCheckpoint.wait_staged() before",
-            )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Captured:
-    """One coherent view of the state: tensors by name (this rank's memory), what they are and which part, typed JSON for the rest.
-
-    ``local`` belongs to this rank (RNG and per-rank components), ``fragment`` is what of the replicated state only this rank knows.
-    """
-
-    tensors: dict[str, torch.Tensor]
-    metas: dict[str, TensorMeta]
-    parts: dict[str, Part]
-    skeleton: dict[str, Any]
-    data: dict[str, Any]
-    local: dict[str, Any]
-    fragment: dict[str, Any] | None = None
+        if [tensor._version for tensor in self.live] == self.versions:
+            return
+        moved = [tensor for tensor, version in zip(self.live, self.versions, strict=True) if tensor._version != version]
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in moved[:3])
+        raise CorruptionError(
+            f"the snapshot of step {step} is torn: {len(moved)} tensors changed while they were copied (shapes {shapes} ...)",
+            hint="change parameters and optimizer state only in optimizer.step(), or call PendingCheckpoint.wait_staged() before",
+        )
 
 
 @dataclass(kw_only=True)
@@ -134,58 +123,37 @@ class TrainingState:
         """All torch optimizers among the components."""
         return [part for part in self.components().values() if isinstance(part, torch.optim.Optimizer)]
 
-    def capture(self, step: int, table: PartTable | None = None) -> Captured:
-        """Describe the live state after ``step`` optimizer steps. Raises UnserialisableError naming what cannot be stored."""
-        return self.describe(self.hold(step), table or PartTable(rank=0, world_size=1))
-
     def hold(self, step: int) -> Instant:
-        """Take hold of the state after ``step`` optimizer steps: quick, and all that must happen before the next forward."""
-        trees, versions = dict[str, Any](), list[tuple[str, torch.Tensor, int]]()
-        encoded, eager = dict[str, Any](), Flattener(PartTable.copying())
+        """Take hold of the state after ``step`` optimizer steps: quick, and all that must happen before the next forward.
+
+        Makes few new objects for many tensors: thousands of them at each save would set off the garbage collector on the training thread.
+        """
+        instant = Instant(
+            fixed={},
+            varying={},
+            live=[],
+            versions=[],
+            copies=[],
+            encoded={},
+            eager=Flattener(PartTable.copying()),
+            data=self.sampler.state_dict_at(step) if self.sampler is not None else {},
+            local=self._local(),
+        )
         for name, part in self.components().items():
-            tree = _tree(part)
-            if isinstance(part, nn.Module | torch.optim.Optimizer):
-                trees[name] = _held(tree, name, isinstance(part, nn.Module), versions)
+            if isinstance(part, nn.Module):
+                _hold_module(instant, name, part.state_dict(keep_vars=True))
+            elif isinstance(part, torch.optim.Optimizer):
+                _hold_optimizer(instant, name, _optimizer_tree(part))
             else:
-                encoded[name] = _encode(eager, tree, name)
+                instant.encoded[name] = encode_tree(instant.eager, part.state_dict(), name)
+        instant.versions.extend([tensor._version for tensor in instant.live])
+        return instant
+
+    def _local(self) -> dict[str, Any]:
         own = Flattener(PartTable(rank=0, world_size=1))
         ranked = {name: part.state_dict() for name, part in self.per_rank.items()}
-        tree = _encode(own, {"rng": capture_rng(), **ranked}, "local")
-        return Instant(
-            trees=trees,
-            versions=tuple(versions),
-            encoded=encoded,
-            eager=eager,
-            data=self.sampler.state_dict_at(step) if self.sampler is not None else {},
-            local={"tree": tree, "tensors": {name: _inline(tensor) for name, tensor in own.tensors.items()}},
-        )
-
-    def describe(self, instant: Instant, table: PartTable) -> Captured:
-        """Name and encode what was taken hold of; may run beside forward and backward. ``table`` knows which part of each tensor is this rank's."""
-        flat = Flattener(table)
-        skeleton, fragments = dict[str, Any](), dict[str, Any]()
-        for name, part in self.components().items():
-            if name in instant.encoded:
-                skeleton[name] = instant.encoded[name]
-                continue
-            tree = instant.trees[name]
-            own = as_zero(part) is not None
-            if isinstance(part, torch.optim.Optimizer):
-                _check_divided_alike(name, part, tree)
-            skeleton[name] = _encode(flat, tree, name, own=own)
-            if own:
-                fragments[name] = skeleton[name]["state"].get("$dict", [])
-        eager = instant.eager
-        copied = {name: table.whole(name, meta) for name, meta in eager.metas.items()}
-        return Captured(
-            tensors={**flat.tensors, **eager.tensors},
-            metas={**flat.metas, **eager.metas},
-            parts={**flat.parts, **copied},
-            skeleton=skeleton,
-            data=instant.data,
-            local=instant.local,
-            fragment=_fragment(fragments, flat.metas),
-        )
+        tree = encode_tree(own, {"rng": capture_rng(), **ranked}, "local")
+        return {"tree": tree, "tensors": {name: _inline(tensor) for name, tensor in own.tensors.items()}}
 
     def check_fits(self, tensors: Mapping[str, TensorMeta], skeleton: Mapping[str, Any]) -> None:
         """Compare a checkpoint with this program before anything is read. Raises StateMismatchError listing what differs."""
@@ -238,82 +206,56 @@ def unwrap(module: nn.Module) -> nn.Module:
         module = inner
 
 
-def _tree(part: Stateful) -> Any:
-    """The state dict of one component, with the live tensors in it and without any communication."""
-    if isinstance(part, nn.Module):
-        return part.state_dict(keep_vars=True)
-    zero = as_zero(part)
-    if zero is not None:
-        groups = torch.optim.Optimizer.state_dict(zero)["param_groups"]
-        index = zero._param_to_index
-        own = {index[param]: state for param, state in zero.optim.state.items() if state}
-        return {"state": dict(sorted(own.items())), "param_groups": groups}
-    return part.state_dict()
+def _optimizer_tree(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The state dict of an optimizer with its live tensors; of a ZeroRedundancyOptimizer what this rank has, without any communication."""
+    zero = as_zero(optimizer)
+    if zero is None:
+        return optimizer.state_dict()
+    groups = torch.optim.Optimizer.state_dict(zero)["param_groups"]
+    index = zero._param_to_index
+    own = {index[param]: state for param, state in zero.optim.state.items() if state}
+    return {"state": dict(sorted(own.items())), "param_groups": groups}
 
 
-def _held(
-    tree: Mapping[str, Any], name: str, is_module: bool, versions: list[tuple[str, torch.Tensor, int]]
-) -> dict[str, Any]:
-    """Keep live tensors that only an optimizer step changes (parameters, optimizer state), noting their versions; copy all others."""
-    copies: dict[Any, torch.Tensor] = {}
-    if is_module:
-        held = {}
-        for key, value in tree.items():
-            if isinstance(value, nn.Parameter):
-                versions.append((f"{name}/{key}", value, value._version))
-                held[key] = value
-            else:
-                held[key] = _copied(value, copies)
-        return held
-    for index, state in tree.get("state", {}).items():
-        if isinstance(state, dict):
-            for key, value in state.items():
-                if isinstance(value, torch.Tensor):
-                    versions.append((f"{name}/state/{index}/{key}", value, value._version))
-    return {key: value if key == "state" else _copied(value, copies) for key, value in tree.items()}
+def _hold_module(instant: Instant, name: str, tree: Mapping[str, Any]) -> None:
+    fixed, varying, copies = dict[str, Any](), dict[str, Any](), dict[Any, torch.Tensor]()
+    for key, value in tree.items():
+        if isinstance(value, nn.Parameter):
+            fixed[key] = value
+            instant.live.append(value)
+        elif isinstance(value, torch.Tensor):
+            fixed[key] = _copied(value, copies)
+            instant.copies.append(fixed[key])
+        else:
+            varying[key] = _copied(value, copies)
+    instant.fixed[name] = fixed
+    if varying:
+        instant.varying[name] = varying
+
+
+def _hold_optimizer(instant: Instant, name: str, tree: dict[str, Any]) -> None:
+    state = tree.pop("state", {})
+    leaves = [value for each in state.values() for value in (each.values() if isinstance(each, dict) else (each,))]
+    tensors = [value for value in leaves if isinstance(value, torch.Tensor)]
+    instant.live.extend(tensors)
+    instant.fixed[name] = {"state": state} if len(tensors) == len(leaves) else {}
+    instant.varying[name] = {**({} if instant.fixed[name] else {"state": state}), **_copied(tree, {})}
 
 
 def _copied(value: Any, copies: dict[Any, torch.Tensor]) -> Any:
     """Copy a value that forward and backward may change: a tensor (one copy for one memory), or the containers and tensors of a state dict."""
     if isinstance(value, torch.Tensor):
+        if not value.numel():
+            return value.detach()
         place = id(value) if is_dtensor(value) else (value.data_ptr(), value.shape, value.stride(), value.dtype)
-        return copies.setdefault(place, value.detach().clone()) if value.numel() else value.detach()
+        if place not in copies:
+            copies[place] = value.detach().clone()
+        return copies[place]
     if type(value) is dict:
         return {key: _copied(item, copies) for key, item in value.items()}
     if type(value) in (list, tuple):
         return type(value)(_copied(item, copies) for item in value)
     return copy.deepcopy(value)
-
-
-def _encode(flat: Flattener, tree: Any, name: str, *, own: bool = False) -> Any:
-    try:
-        return encode(flat.name_tensors(tree, name, own=own), name)
-    except RecursionError:
-        raise UnserialisableError(f"the state of {name} contains itself, or is nested too deeply") from None
-
-
-def _check_divided_alike(name: str, optimizer: torch.optim.Optimizer, tree: Mapping[str, Any]) -> None:
-    """Refuse state of a divided parameter that is itself a plain tensor: it would be this rank's part, taken for the whole."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    for index, state in tree.get("state", {}).items():
-        if index < len(params) and is_dtensor(params[index]):
-            for key, value in state.items():
-                if isinstance(value, torch.Tensor) and not is_dtensor(value) and value.numel() > 1:
-                    raise UnserialisableError(
-                        f"{name}/state/{index}/{key} is a plain tensor beside a DTensor parameter",
-                        hint="the optimizer must make its state with torch.zeros_like(parameter) or the like",
-                    )
-
-
-def _fragment(fragments: Mapping[str, Any], metas: Mapping[str, TensorMeta]) -> dict[str, Any] | None:
-    if not fragments:
-        return None
-    tensors = {
-        name: [meta.dtype, meta.shape]
-        for name, meta in metas.items()
-        if any(name.startswith(f"{component}/state/") for component in fragments)
-    }
-    return {"tensors": tensors, "items": dict(fragments)}
 
 
 def _compare(name: str, module: nn.Module, node: Any, tensors: Mapping[str, TensorMeta]) -> list[str]:

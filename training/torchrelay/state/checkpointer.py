@@ -13,17 +13,19 @@ import threading
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from operator import is_
 from types import TracebackType
 from typing import Any
 
 import torch
 
-from torchrelay.checkpoint.manifest import Manifest, TensorMeta
+from torchrelay.checkpoint.manifest import Manifest
 from torchrelay.checkpoint.reader import load_manifest, load_record, mark_damaged
 from torchrelay.checkpoint.regions import read_regions
 from torchrelay.config import RunSpec
 from torchrelay.errors import CorruptionError, FencedError, NotFoundError, RetryableError, StateMismatchError
-from torchrelay.state.capture import Captured, Instant, TrainingState
+from torchrelay.state.capture import Instant, TrainingState
+from torchrelay.state.describe import Captured, Describer
 from torchrelay.state.link import CourierLink
 from torchrelay.state.parts import PartTable
 from torchrelay.state.pending import PendingCheckpoint
@@ -31,7 +33,7 @@ from torchrelay.state.request import emit
 from torchrelay.state.restore import Targets
 from torchrelay.state.rng import derive_rng
 from torchrelay.state.session import Session, open_session
-from torchrelay.state.shards import Part, describe, plan_shard
+from torchrelay.state.shards import describe, describe_plan, plan_shard
 from torchrelay.state.staging import StagingArea
 from torchrelay.store import open_store
 from torchrelay.store.base import ObjectStore
@@ -83,8 +85,9 @@ class Checkpointer:
         self._session: Session = open_session(run, store=store, drain_s=drain_s)
         self._link: CourierLink | None = None
         self._area: StagingArea | None = None
-        self._layout: tuple[dict[str, TensorMeta], dict[str, Part]] | None = None
+        self._layout: tuple[object, ...] = ()
         self._table = PartTable(rank=self._session.rank, world_size=self._session.world_size)
+        self._describer = Describer(state, self._table)
         self._pending: PendingCheckpoint | None = None
         self._fenced: FencedError | None = None
         self._committed_step = self._session.request.begin.step if self._session.request.begin else 0
@@ -124,7 +127,7 @@ class Checkpointer:
             raise self._fenced
         instant = self._state.hold(step)
         # What cannot be stored is told at once where it can show for the first time; afterwards the description is left to the background.
-        captured = self._state.describe(instant, self._table) if self._area is None else None
+        captured = self._describer.describe(instant) if self._area is None else None
         if captured is not None:
             self._prepare(captured)
         pending = PendingCheckpoint(step, leader=self._session.rank == 0)
@@ -144,7 +147,7 @@ class Checkpointer:
         while True:
             begin = self._session.request.begin
             if begin is None:
-                self._prepare(self._state.capture(0, self._table))
+                self._prepare(self._describer.capture(0))
                 return None
             store = open_store(self._session.request.store_url)
             try:
@@ -156,7 +159,7 @@ class Checkpointer:
                     hint = "start again: the run continues from the checkpoint before it"
                     raise CorruptionError(f"checkpoint of step {begin.step} is damaged: {error}", hint=hint) from error
                 continue
-            self._prepare(self._state.capture(restored.step, self._table))
+            self._prepare(self._describer.capture(restored.step))
             return restored
 
     def close(self, *, timeout_s: float | None = None) -> None:
@@ -230,14 +233,27 @@ class Checkpointer:
             self._link = CourierLink(
                 self._session.courier_path, on_message=self._heard, on_lost=self._session.revive_courier
             )
-        if self._area is not None and (captured.metas, captured.parts) == self._layout:
+        layout = (captured.metas, captured.parts, captured.fixed.nodes)
+        if self._area is not None and (all(map(is_, layout, self._layout)) or layout == self._layout):
             return
-        plan = plan_shard(captured.metas, list(captured.parts.values()), world_size=self._session.world_size)
+        session = self._session
+        plan = plan_shard(captured.metas, list(captured.parts.values()), world_size=session.world_size)
         area = StagingArea(plan, captured.metas)
-        self._link.use_area(area.fd, area.size_bytes, describe(plan, captured.metas))
+        head = {"tensors": describe(captured.metas), "state": captured.fixed.nodes} if session.rank == 0 else None
+        fragment = captured.fixed.fragment if session.rank else None
+        self._link.use_area(
+            area.fd,
+            area.size_bytes,
+            {
+                **describe_plan(plan, captured.metas),
+                "world_size": session.world_size,
+                "head": head,
+                "fragment": fragment,
+            },
+        )
         if self._area is not None:
             self._area.close()
-        self._area, self._layout = area, (captured.metas, captured.parts)
+        self._area, self._layout = area, layout
 
     def _message(
         self, captured: Captured, step: int, trace: tuple[tuple[int, float | None], ...], info: dict[str, Any]
@@ -251,20 +267,13 @@ class Checkpointer:
                 ref=session.ref(step),
                 world_size=session.world_size,
                 begin=session.request.begin,
-                tensors=captured.metas,
-                state=captured.skeleton,
+                tensors={},  # these, and the fixed part of the state, came with the area
+                state=captured.varying,
                 data=captured.data,
                 trace=trace,
                 info={"torch": torch.__version__, "spec_digest": session.spec_digest, **info},
             ).head()
-        return {
-            "type": "staged",
-            "step": step,
-            "world_size": session.world_size,
-            "local": captured.local,
-            "head": head,
-            "fragment": captured.fragment if session.rank else None,
-        }
+        return {"type": "staged", "step": step, "local": captured.local, "head": head}
 
     def _copy_forever(self) -> None:
         """Describe and copy each snapshot, prove that nothing moved meanwhile, and hand it to the courier."""
@@ -280,7 +289,7 @@ class Checkpointer:
     def _stage(self, snapshot: _Snapshot) -> None:
         pending, captured = snapshot.pending, snapshot.captured
         if captured is None:
-            captured = self._state.describe(snapshot.instant, self._table)
+            captured = self._describer.describe(snapshot.instant)
             self._prepare(captured)
         assert self._area is not None
         assert self._link is not None

@@ -30,6 +30,7 @@ from torchrelay.checkpoint.manifest import TensorMeta
 from torchrelay.checkpoint.pack import Piece
 from torchrelay.checkpoint.reader import load_manifest, load_record
 from torchrelay.errors import CorruptionError, FencedError, NotFoundError, TorchrelayError
+from torchrelay.state.nodes import join_nodes
 from torchrelay.state.request import GenerationRequest, emit
 from torchrelay.state.wire import receive, send
 from torchrelay.store import open_store
@@ -203,13 +204,13 @@ class Courier:
             run_id=self._request.run_id,
             ref=ManifestRef(message["step"], self._request.generation),
             rank=self._rank,
-            world_size=message["world_size"],
+            world_size=layout["world_size"],
             tensors=tensors,
             boxes=boxes,
             pieces=pieces,
             local=message["local"],
-            head=message["head"],
-            fragment=message["fragment"],
+            head=_whole_head(message["head"], layout["head"]),
+            fragment=layout["fragment"],
         )
 
     def _known_chunks(self, world_size: int) -> KnownChunks:
@@ -322,6 +323,13 @@ class Courier:
                         }
                     )
                 return
+
+
+def _whole_head(head: dict[str, Any] | None, fixed: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Join what varies of rank 0's head with what came with the staging area."""
+    if head is None or fixed is None:
+        return None
+    return {**head, "tensors": fixed["tensors"], "state": join_nodes(fixed["state"], head["state"])}
 
 
 def _piece_name(box: tuple[str, tuple[int, ...], tuple[int, ...]], start: int) -> str:

@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from torchrelay.checkpoint.manifest import TensorMeta
-from torchrelay.checkpoint.typed import TensorRef
+from torchrelay.checkpoint.typed import TensorRef, encode
 from torchrelay.errors import UnserialisableError
 from torchrelay.state.parts import PartTable, is_dtensor, local_tensor
 from torchrelay.state.shards import Part
 
-__all__ = ["Flattener"]
+__all__ = ["Flattener", "encode_tree"]
 
 
 class Flattener:
@@ -25,6 +25,7 @@ class Flattener:
         self.parts: dict[str, Part] = {}
         self._table = table
         self._names: dict[tuple[Any, ...], str] = {}
+        self._memories: dict[int, torch.Tensor] = {}
 
     def name_tensors(self, value: Any, path: str, *, own: bool = False) -> Any:
         """Return the tree with references; ``own`` says that only this rank has these tensors. Raises UnserialisableError."""
@@ -38,6 +39,10 @@ class Flattener:
             return kind(self.name_tensors(item, f"{path}/{index}", own=own) for index, item in enumerate(value))
         return value
 
+    def memory_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the memory that was collected for a tensor of the tree."""
+        return self._memories[id(tensor)]
+
     def _name(self, tensor: torch.Tensor, path: str, *, own: bool) -> str:
         known = self._table.remembered(path, tensor)
         if known is None:
@@ -48,9 +53,18 @@ class Flattener:
                 place = (memory.device, memory.data_ptr(), memory.shape, memory.stride(), memory.dtype)
             known = self._table.remember(path, tensor, memory, place, own=own)
         name = self._names.setdefault(known.place, path)
+        self._memories[id(tensor)] = self.tensors.get(name, known.memory)
         if name not in self.tensors:
             self.tensors[name], self.metas[name], self.parts[name] = known.memory, known.meta, known.part
         return name
+
+
+def encode_tree(flat: Flattener, tree: Any, name: str, *, own: bool = False) -> Any:
+    """Collect the tensors of a component's tree and return the rest as typed JSON. Raises UnserialisableError naming the path."""
+    try:
+        return encode(flat.name_tensors(tree, name, own=own), name)
+    except RecursionError:
+        raise UnserialisableError(f"the state of {name} contains itself, or is nested too deeply") from None
 
 
 def _check_storable(tensor: torch.Tensor, path: str) -> None:

@@ -16,7 +16,7 @@ from torchrelay.state.shards import Part
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["Known", "PartTable", "as_zero", "is_dtensor", "local_tensor", "tensor_meta"]
+__all__ = ["Known", "PartTable", "as_zero", "is_dtensor", "local_tensor", "pointer", "tensor_meta"]
 
 
 def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
@@ -44,7 +44,8 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach()
 
 
-def _pointer(tensor: torch.Tensor) -> int:
+def pointer(tensor: torch.Tensor) -> int:
+    """Address of this rank's memory of a tensor."""
     return tensor._local_tensor.data_ptr() if is_dtensor(tensor) else tensor.data_ptr()
 
 
@@ -75,7 +76,7 @@ class PartTable:
     def remembered(self, path: str, tensor: torch.Tensor) -> Known | None:
         """Return what is known of this very tensor with this very memory."""
         known = self._known.get(path)
-        return known if known is not None and known.tensor is tensor and known.pointer == _pointer(tensor) else None
+        return known if known is not None and known.tensor is tensor and known.pointer == pointer(tensor) else None
 
     def remember(
         self, path: str, tensor: torch.Tensor, memory: torch.Tensor, place: tuple[Any, ...], *, own: bool
@@ -83,7 +84,7 @@ class PartTable:
         """Look at a tensor closely; ``own`` says that only this rank has it. Raises as ``held`` does."""
         meta, part = self.held(path, tensor, own=own)
         memory = memory.clone() if self._copy else memory
-        known = Known(tensor, _pointer(tensor), memory, place, meta, part)
+        known = Known(tensor, pointer(tensor), memory, place, meta, part)
         self._known[path] = known
         return known
 

@@ -16,7 +16,7 @@ from torchrelay.checkpoint.chunks import chunk_spans
 from torchrelay.checkpoint.layout import CHUNK_BYTES, DTYPES
 from torchrelay.checkpoint.manifest import TensorMeta
 
-__all__ = ["Part", "ShardPlan", "Slice", "describe", "plan_shard"]
+__all__ = ["Part", "ShardPlan", "Slice", "describe", "describe_plan", "plan_shard"]
 
 _ALIGN = 64
 _WORTH_DIVIDING = (
@@ -90,11 +90,16 @@ def plan_shard(
     return ShardPlan(tuple(stored), tuple(slices), max(offset, _ALIGN))
 
 
-def describe(plan: ShardPlan, tensors: Mapping[str, TensorMeta]) -> dict[str, Any]:
+def describe(tensors: Mapping[str, TensorMeta]) -> dict[str, Any]:
+    """Say in plain JSON what tensors there are."""
+    return {name: [meta.dtype, meta.shape] for name, meta in tensors.items()}
+
+
+def describe_plan(plan: ShardPlan, tensors: Mapping[str, TensorMeta]) -> dict[str, Any]:
     """Say in plain JSON, for the courier, where in the staging area the chunks of each box lie."""
     index = {part.tensor: number for number, part in enumerate(plan.parts)}
     return {
-        "tensors": {part.tensor: [tensors[part.tensor].dtype, tensors[part.tensor].shape] for part in plan.parts},
+        "tensors": describe({part.tensor: tensors[part.tensor] for part in plan.parts}),
         "boxes": [[part.tensor, part.corner, part.extent] for part in plan.parts],
         "pieces": [[index[piece.tensor], piece.start, piece.offset, piece.length] for piece in plan.slices],
     }
