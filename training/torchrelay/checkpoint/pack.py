@@ -17,7 +17,10 @@ from torchrelay.checkpoint.layout import DTYPES, PACK_BYTES
 from torchrelay.checkpoint.manifest import PackInfo
 from torchrelay.store.base import Buffer
 
-__all__ = ["Pack", "Piece", "build_pack", "digest_of", "group_pieces", "problem_of_pack"]
+__all__ = ["HEADER_BYTES", "Pack", "Piece", "build_pack", "digest_of", "group_pieces", "piece_cost", "problem_of_pack"]
+
+HEADER_BYTES = 4096
+"""A header is padded to a multiple of this, so that its data can be written to a disk without a copy; also what an empty one takes."""
 
 _ENTRY_BYTES = (
     128  # JSON of one header entry besides its name, and its digest: generous, the exact size does not matter
@@ -26,13 +29,17 @@ _ENTRY_BYTES = (
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One chunk to be written: bytes ``[start, start + len(data))`` of box number ``box``; ``name`` is unique in the checkpoint."""
+    """One chunk to be written: bytes ``[start, start + len(data))`` of box number ``box``; ``name`` is unique in the checkpoint.
+
+    Pieces of one ``group`` lie one after another in memory and go into one pack.
+    """
 
     name: str
     dtype: str
     box: int
     start: int
     data: memoryview
+    group: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +51,20 @@ class Pack:
     placed: tuple[tuple[Piece, int, str], ...]
 
 
+def piece_cost(name: str, size_bytes: int) -> int:
+    """Bytes that a piece of this name and size takes in a pack, at most."""
+    return size_bytes + len(json.dumps(name)) + _ENTRY_BYTES
+
+
 def group_pieces(pieces: Sequence[Piece], *, limit_bytes: int = PACK_BYTES) -> Iterator[list[Piece]]:
-    """Split pieces, in order, into groups that fit into one pack each."""
+    """Split pieces, in order, into groups that fit into one pack each; those of different groups stay apart."""
     group: list[Piece] = []
-    size = 512
+    size = HEADER_BYTES
     for piece in pieces:
-        cost = len(piece.data) + len(json.dumps(piece.name)) + _ENTRY_BYTES
-        if group and size + cost > limit_bytes:
+        cost = piece_cost(piece.name, len(piece.data))
+        if group and (size + cost > limit_bytes or piece.group != group[-1].group):
             yield group
-            group, size = [], 512
+            group, size = [], HEADER_BYTES
         group.append(piece)
         size += cost
     if group:
@@ -75,7 +87,7 @@ def build_pack(pieces: Sequence[Piece], digests: Sequence[str] | None = None) ->
         header[piece.name] = {"dtype": code, "shape": [count], "data_offsets": [position, position + len(piece.data)]}
         position += len(piece.data)
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(8 + len(text)) % HEADER_BYTES)
     head = memoryview(len(text).to_bytes(8, "little") + text)
     offset, placed = len(head), []
     for piece, digest in zip(pieces, known, strict=True):

@@ -196,9 +196,14 @@ class Courier:
         tensors = {name: TensorMeta(dtype, tuple(shape)) for name, (dtype, shape) in layout["tensors"].items()}
         pieces = tuple(
             Piece(
-                _piece_name(boxes[box], start), tensors[boxes[box][0]].dtype, box, start, view[offset : offset + length]
+                _piece_name(boxes[box], start),
+                tensors[boxes[box][0]].dtype,
+                box,
+                start,
+                view[offset : offset + length],
+                group,
             )
-            for box, start, offset, length in layout["pieces"]
+            for box, start, offset, length, group in layout["pieces"]
         )
         return Shard(
             run_id=self._request.run_id,

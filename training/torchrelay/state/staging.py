@@ -13,6 +13,7 @@ import mmap
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -39,7 +40,7 @@ class StagingArea:
             spans = self._spans.setdefault(part.tensor, [])
             last = spans[-1] if spans else None
             if last and (last.start + last.length, last.offset + last.length) == (part.start, part.offset):
-                spans[-1] = Slice(part.tensor, last.start, last.length + part.length, last.offset)
+                spans[-1] = replace(last, length=last.length + part.length)
             else:
                 spans.append(part)
         self._dtypes = {name: tensors[name].dtype for name in self._spans}

@@ -18,6 +18,7 @@ from typing import NoReturn
 
 from torchrelay.errors import CorruptionError, NotFoundError, StorageFullError, StoreAccessError, StoreUnavailableError
 from torchrelay.store.base import Capabilities, Created, Listing, ObjectInfo, Payload, check_key, views_of
+from torchrelay.store.direct import write_all
 
 __all__ = ["FileStore"]
 
@@ -101,10 +102,7 @@ class FileStore:
         temporary = path.parent / f"{_TEMPORARY}{secrets.token_hex(8)}"
         try:
             with temporary.open("wb", buffering=0) as file:
-                for view in views_of(data):
-                    done = 0
-                    while done < len(view):
-                        done += file.write(view[done:])
+                write_all(file.fileno(), views_of(data))
                 os.fsync(file.fileno())
             yield temporary, path
             folder = os.open(path.parent, os.O_RDONLY)
