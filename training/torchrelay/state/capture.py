@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from torchrelay.checkpoint.manifest import TensorMeta
-from torchrelay.checkpoint.typed import decode, encode
+from torchrelay.checkpoint.typed import decode
 from torchrelay.errors import CorruptionError, StateMismatchError
 from torchrelay.state.flatten import Flattener, encode_tree
 from torchrelay.state.parts import PartTable, as_zero, is_dtensor, tensor_meta
@@ -54,7 +54,8 @@ class Instant:
 
     ``fixed`` holds the trees of modules and optimizers as far as they consist of tensors: live ones where only an optimizer step changes them
     (all of them again in ``live``, with their version counters in ``versions``), and copies of the others (again in ``copies``). ``varying`` is
-    what else these trees hold, copied. ``encoded`` are the other components, as typed JSON, with copies of their tensors in ``eager``.
+    what else these trees hold, copied. ``encoded`` are the other components, as typed JSON, with copies of their tensors in ``eager``;
+    ``ranked`` and ``own`` the same for the per-rank components.
     """
 
     fixed: dict[str, Any]
@@ -64,8 +65,10 @@ class Instant:
     copies: list[torch.Tensor]
     encoded: dict[str, Any]
     eager: Flattener
+    ranked: dict[str, Any]
+    own: Flattener
+    rng: dict[str, Any]
     data: dict[str, Any]
-    local: dict[str, Any]
 
     def check_unmoved(self, step: int) -> None:
         """Raise CorruptionError if a live tensor was changed since: a snapshot that was copied meanwhile mixes two steps.
@@ -136,8 +139,10 @@ class TrainingState:
             copies=[],
             encoded={},
             eager=Flattener(PartTable.copying()),
+            own=Flattener(PartTable.copying()),
             data=self.sampler.state_dict_at(step) if self.sampler is not None else {},
-            local=self._local(),
+            rng=capture_rng(),
+            ranked={},
         )
         for name, part in self.components().items():
             if isinstance(part, nn.Module):
@@ -146,14 +151,10 @@ class TrainingState:
                 _hold_optimizer(instant, name, _optimizer_tree(part))
             else:
                 instant.encoded[name] = encode_tree(instant.eager, part.state_dict(), name)
+        for name, part in self.per_rank.items():
+            instant.ranked[name] = encode_tree(instant.own, part.state_dict(), f"local/{name}")
         instant.versions.extend([tensor._version for tensor in instant.live])
         return instant
-
-    def _local(self) -> dict[str, Any]:
-        own = Flattener(PartTable(rank=0, world_size=1))
-        ranked = {name: part.state_dict() for name, part in self.per_rank.items()}
-        tree = encode_tree(own, {"rng": capture_rng(), **ranked}, "local")
-        return {"tree": tree, "tensors": {name: _inline(tensor) for name, tensor in own.tensors.items()}}
 
     def check_fits(self, tensors: Mapping[str, TensorMeta], skeleton: Mapping[str, Any]) -> None:
         """Compare a checkpoint with this program before anything is read. Raises StateMismatchError listing what differs."""
@@ -251,6 +252,8 @@ def _copied(value: Any, copies: dict[Any, torch.Tensor]) -> Any:
         if place not in copies:
             copies[place] = value.detach().clone()
         return copies[place]
+    if value is None or type(value) in (bool, int, float, str):
+        return value
     if type(value) is dict:
         return {key: _copied(item, copies) for key, item in value.items()}
     if type(value) in (list, tuple):
@@ -273,12 +276,6 @@ def _compare(name: str, module: nn.Module, node: Any, tensors: Mapping[str, Tens
             )
     unknown = stored.keys() - module.state_dict().keys()
     return problems + [f"{name}.{key} is in the checkpoint but not here" for key in sorted(unknown)]
-
-
-def _inline(tensor: torch.Tensor) -> Any:
-    meta = tensor_meta(tensor)
-    flat = tensor.cpu().contiguous().reshape(-1)
-    return [meta.dtype, list(meta.shape), encode(flat.view(torch.uint8).numpy() if flat.numel() else None)]
 
 
 def _outline(body: Any) -> torch.Tensor:

@@ -7,6 +7,7 @@ in the courier. No store call, hash or collective is made on the training thread
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -86,12 +87,13 @@ class Checkpointer:
         self._link: CourierLink | None = None
         self._area: StagingArea | None = None
         self._layout: tuple[object, ...] = ()
+        self._described = False
         self._table = PartTable(rank=self._session.rank, world_size=self._session.world_size)
         self._describer = Describer(state, self._table)
         self._pending: PendingCheckpoint | None = None
         self._fenced: FencedError | None = None
         self._committed_step = self._session.request.begin.step if self._session.request.begin else 0
-        self._work: queue.SimpleQueue[_Snapshot | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[_Snapshot | Captured | None] = queue.SimpleQueue()
         self._copier = threading.Thread(target=self._copy_forever, name="snapshot", daemon=True)
         self._copier.start()
         self._hooks = [optimizer.register_step_pre_hook(self._fence) for optimizer in state.optimizers()]
@@ -127,9 +129,8 @@ class Checkpointer:
             raise self._fenced
         instant = self._state.hold(step)
         # What cannot be stored is told at once where it can show for the first time; afterwards the description is left to the background.
-        captured = self._describer.describe(instant) if self._area is None else None
-        if captured is not None:
-            self._prepare(captured)
+        captured = None if self._described else self._describer.describe(instant)
+        self._described = True
         pending = PendingCheckpoint(step, leader=self._session.rank == 0)
         self._pending = pending
         self._work.put(
@@ -147,7 +148,7 @@ class Checkpointer:
         while True:
             begin = self._session.request.begin
             if begin is None:
-                self._prepare(self._describer.capture(0))
+                self._warm_up(0)
                 return None
             store = open_store(self._session.request.store_url)
             try:
@@ -159,8 +160,14 @@ class Checkpointer:
                     hint = "start again: the run continues from the checkpoint before it"
                     raise CorruptionError(f"checkpoint of step {begin.step} is damaged: {error}", hint=hint) from error
                 continue
-            self._prepare(self._describer.capture(restored.step))
+            self._warm_up(restored.step)
             return restored
+
+    def _warm_up(self, step: int) -> None:
+        """Find out now whether the state can be stored, and have the staging memory made and touched in the background."""
+        captured = self._describer.capture(step)
+        self._described = True
+        self._work.put(captured)
 
     def close(self, *, timeout_s: float | None = None) -> None:
         """Wait until a save in flight is complete (at most ``timeout_s``), then let the courier go."""
@@ -278,6 +285,10 @@ class Checkpointer:
     def _copy_forever(self) -> None:
         """Describe and copy each snapshot, prove that nothing moved meanwhile, and hand it to the courier."""
         while (snapshot := self._work.get()) is not None:
+            if isinstance(snapshot, Captured):
+                with contextlib.suppress(Exception):  # if memory is short, the save says so
+                    self._prepare(snapshot)
+                continue
             pending = snapshot.pending
             try:
                 self._stage(snapshot)
@@ -290,7 +301,7 @@ class Checkpointer:
         pending, captured = snapshot.pending, snapshot.captured
         if captured is None:
             captured = self._describer.describe(snapshot.instant)
-            self._prepare(captured)
+        self._prepare(captured)
         assert self._area is not None
         assert self._link is not None
         self._area.copy(captured.tensors)

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 
 from torchrelay.checkpoint.manifest import TensorMeta
+from torchrelay.checkpoint.typed import encode
 from torchrelay.errors import UnserialisableError
 from torchrelay.state.capture import Instant, TrainingState
 from torchrelay.state.flatten import Flattener, encode_tree
 from torchrelay.state.nodes import join_nodes
-from torchrelay.state.parts import PartTable, as_zero, is_dtensor, pointer
+from torchrelay.state.parts import PartTable, as_zero, is_dtensor, pointer, tensor_meta
 from torchrelay.state.shards import Part
 
 __all__ = ["Captured", "Describer", "Fixed"]
@@ -108,7 +109,7 @@ class Describer:
             parts=parts,
             varying=varying,
             data=instant.data,
-            local=instant.local,
+            local=_local(instant),
         )
 
     def _look(self, instant: Instant) -> Fixed:
@@ -160,3 +161,16 @@ def _fragment(items: Mapping[str, Any], metas: Mapping[str, TensorMeta]) -> dict
     prefixes = tuple(f"{component}/state/" for component in items)
     tensors = {name: [meta.dtype, meta.shape] for name, meta in metas.items() if name.startswith(prefixes)}
     return {"tensors": tensors, "items": dict(items)}
+
+
+def _local(instant: Instant) -> dict[str, Any]:
+    """What belongs to this rank alone, its tensors inline."""
+    rng = encode_tree(instant.own, instant.rng, "local/rng")
+    tensors = {name: _inline(tensor) for name, tensor in instant.own.tensors.items()}
+    return {"tree": {"rng": rng, **instant.ranked}, "tensors": tensors}
+
+
+def _inline(tensor: torch.Tensor) -> Any:
+    meta = tensor_meta(tensor)
+    flat = tensor.cpu().contiguous().reshape(-1)
+    return [meta.dtype, list(meta.shape), encode(flat.view(torch.uint8).numpy() if flat.numel() else None)]
