@@ -134,7 +134,16 @@ class SaveSpec:
         ),
     )
 
+    upload_mib_s: float = field(
+        default=0.0, metadata=_f(3, "Cap on what each rank's courier uploads, in MiB per second; 0 = none.")
+    )
+    courier_cores: float = field(
+        default=0.0, metadata=_f(4, "Cap on the processors each rank's courier uses, such as 0.25; 0 = none.")
+    )
+
     def __post_init__(self) -> None:
+        _require(self.upload_mib_s >= 0, "upload_mib_s must not be negative")
+        _require(self.courier_cores >= 0, "courier_cores must not be negative")
         _require(self.interval_steps >= 1, "interval_steps must be at least 1")
         _require(
             self.loss_bound_steps == 0 or self.loss_bound_steps >= self.interval_steps,

@@ -8,7 +8,7 @@ nothing names; whoever comes next can finish a commit whose records are complete
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from itertools import chain, islice
@@ -100,20 +100,27 @@ def write_shard(
     *,
     executor: Executor,
     known: KnownChunks | None = None,
-    on_bytes: Callable[[int], None] = lambda n: None,
+    pace: Callable[[str, int], None] = lambda work, size_bytes: None,
 ) -> ShardRecord:
     """Hash the pieces, PUT those the store does not hold yet as packs, in parallel, then PUT the record. The shard is *written* when this returns.
 
-    ``known`` tells which chunks the store holds; packs it names are looked up before they are relied on. Repeating the call is harmless: packs are
+    ``known`` tells which chunks the store holds; packs it names are looked up before they are relied on. ``pace`` is called by the working threads
+    before each piece of work, with "hash" or "put" and its bytes; it may wait. Repeating the call is harmless: packs are
     named by their content. Raises what the store raises; nothing that was committed is touched.
     """
-    digests = list(chain.from_iterable(executor.map(_digests, _batches(shard.pieces))))
+
+    def hash_all(batch: list[Piece]) -> list[str]:
+        pace("hash", sum(len(piece.data) for piece in batch))
+        return [digest_of(piece.data) for piece in batch]
+
+    # Small batches: handing single small pieces to a thread costs more than hashing them.
+    digests = list(chain.from_iterable(executor.map(hash_all, group_pieces(shard.pieces, limit_bytes=_HASH_BYTES))))
     references = _references(store, shard, digests, known, executor=executor)
 
     def write(group: list[int]) -> Pack:
         pack = build_pack([shard.pieces[i] for i in group], [digests[i] for i in group])
+        pace("put", pack.info.size_bytes)
         store.put(pack_key(shard.run_id, pack.info.digest), pack.parts)
-        on_bytes(pack.info.size_bytes)
         return pack
 
     places: dict[tuple[str, int], tuple[PackInfo, int]] = dict(references)
@@ -146,15 +153,6 @@ def _record(
         head=shard.head,
         fragment=shard.fragment,
     )
-
-
-def _batches(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
-    """Divide pieces into batches of some MiB: handing single small ones to a thread costs more than hashing them."""
-    return group_pieces(pieces, limit_bytes=_HASH_BYTES)
-
-
-def _digests(pieces: Sequence[Piece]) -> list[str]:
-    return [digest_of(piece.data) for piece in pieces]
 
 
 def _references(

@@ -211,6 +211,8 @@ def _run_claim(
         spec=spec_to_dict(spec),
         stop_step=request.stop_step,
         drain_s=spec.faults.drain_s,
+        upload_mib_s=spec.save.upload_mib_s,
+        courier_cores=spec.save.courier_cores,
     ).write(folder)
 
     gang = Gang(

@@ -71,6 +71,7 @@ class Checkpointer:
 
     Under torchrelay's launcher it joins the generation that was started for it. In a program of your own (single process, or under torchrun with a
     process group) it starts a generation itself: every rank constructs one, with the same arguments. Use it as a context manager, or call ``close``.
+    ``upload_mib_s`` and ``courier_cores`` cap the courier of each rank (0: no cap); a launcher's spec has its own.
 
     Example:
         >>> with Checkpointer(state, run="my-run", store="file:///tmp/checkpoints") as checkpointer:
@@ -81,9 +82,19 @@ class Checkpointer:
         ...             checkpointer.save(step + 1)
     """
 
-    def __init__(self, state: TrainingState, *, run: RunSpec | str, store: str = "", drain_s: float = 60.0) -> None:
+    def __init__(
+        self,
+        state: TrainingState,
+        *,
+        run: RunSpec | str,
+        store: str = "",
+        drain_s: float = 60.0,
+        upload_mib_s: float = 0.0,
+        courier_cores: float = 0.0,
+    ) -> None:
         self._state = state
-        self._session: Session = open_session(run, store=store, drain_s=drain_s)
+        caps = {"upload_mib_s": upload_mib_s, "courier_cores": courier_cores}
+        self._session: Session = open_session(run, store=store, drain_s=drain_s, caps=caps)
         self._link: CourierLink | None = None
         self._area: StagingArea | None = None
         self._layout: tuple[object, ...] = ()

@@ -31,6 +31,7 @@ from torchrelay.checkpoint.pack import Piece
 from torchrelay.checkpoint.reader import load_manifest, load_record
 from torchrelay.errors import CorruptionError, FencedError, NotFoundError, TorchrelayError
 from torchrelay.state.nodes import join_nodes
+from torchrelay.state.pace import Pace
 from torchrelay.state.request import GenerationRequest, emit
 from torchrelay.state.wire import receive, send
 from torchrelay.store import open_store
@@ -40,6 +41,7 @@ __all__ = ["Courier", "main"]
 
 _LOG = logging.getLogger(__name__)
 _PUTS = 4  # PUTs in parallel
+_NICE = 10  # where processors are short, training goes first
 _RECORDS = 16  # a checkpoint of more ranks is searched for known chunks only in the own record
 _POLL_S = (0.02, 0.5)  # first and longest wait between looks for the other ranks' records
 _RETRY_S = (0.5, 10.0)  # first and longest wait after a failed attempt
@@ -58,6 +60,7 @@ class Courier:
         self._area: mmap.mmap | None = None
         self._layout: dict[str, Any] = {}
         self._known: KnownChunks | None = None
+        self._pace = Pace(bytes_per_s=request.upload_mib_s * 2**20, cores=request.courier_cores)
         self._staged: dict[str, Any] | None = None
         self._to_commit: list[ManifestRef] = []
         self._committing = False
@@ -117,6 +120,7 @@ class Courier:
                 connection.close()
                 self._connection, self._gone_since = None, time.monotonic()
                 self._changed.notify_all()
+            self._pace.stop()  # training is over or has fallen: what is staged should be safe soon
             return
         message, fds = received
         with self._changed:
@@ -170,12 +174,21 @@ class Courier:
     def _upload(self, message: dict[str, Any], executor: ThreadPoolExecutor) -> None:
         step, began = message["step"], time.monotonic()
         uploaded: list[int] = []
+
+        def pace(work: str, size_bytes: int) -> None:
+            if work == "put":
+                uploaded.append(size_bytes)
+                self._pace.send(size_bytes)
+            else:
+                self._pace.work()
+
         for wait_s in _backoff(*_RETRY_S):
             try:
                 shard = self._shard(message)
                 uploaded.clear()
+                self._pace.begin()
                 known = self._known_chunks(shard.world_size)
-                record = write_shard(self._store, shard, executor=executor, known=known, on_bytes=uploaded.append)
+                record = write_shard(self._store, shard, executor=executor, known=known, pace=pace)
                 self._known = KnownChunks.of([record])
             except Exception as error:
                 if self._report_failure(step, error) or self._pause(wait_s):
@@ -354,6 +367,7 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr)
     # Ctrl-C reaches the whole terminal group; the rank's closed socket says when to end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.nice(_NICE)
     folder = Path(os.environ["TORCHRELAY_WORKDIR"])
     rank, local = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
     request = GenerationRequest.read(folder)

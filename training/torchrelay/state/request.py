@@ -17,7 +17,10 @@ _EVENT_BYTES = 4096  # POSIX: a write of at most PIPE_BUF bytes to a pipe is not
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerationRequest:
-    """One generation as its processes see it. ``lease_s`` is set where the courier of rank 0 keeps the lease (no launcher does)."""
+    """One generation as its processes see it. ``lease_s`` is set where the courier of rank 0 keeps the lease (no launcher does).
+
+    ``upload_mib_s`` and ``courier_cores`` cap each courier (0: no cap).
+    """
 
     run_id: str
     generation: int
@@ -27,6 +30,8 @@ class GenerationRequest:
     stop_step: int = 0
     drain_s: float = 60.0
     lease_s: float = 0.0
+    upload_mib_s: float = 0.0
+    courier_cores: float = 0.0
 
     @property
     def begin(self) -> ManifestRef | None:

@@ -12,6 +12,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +86,8 @@ class Session:
             run_id=self.request.run_id, generation=self.request.generation, begin=self.request.begin, fenced=True
         )
         Lease(store, claim, lease_s=_OWN_LEASE_S).end(outcome)
-        self.request = _claim(store, self._own, world_size=1, drain_s=self.request.drain_s)
+        caps: dict[str, Any] = {"upload_mib_s": self.request.upload_mib_s, "courier_cores": self.request.courier_cores}
+        self.request = replace(_claim(store, self._own, world_size=1, drain_s=self.request.drain_s), **caps)
         self.request.write(self._folder)
         return True
 
@@ -98,8 +101,8 @@ class Session:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def open_session(run: RunSpec | str, *, store: str, drain_s: float) -> Session:
-    """Join the launcher's generation, or start one."""
+def open_session(run: RunSpec | str, *, store: str, drain_s: float, caps: Mapping[str, Any] | None = None) -> Session:
+    """Join the launcher's generation, or start one. ``caps`` are fields of the request that hold for couriers of one's own."""
     rank, world_size = _rank_and_world()
     launched = os.environ.get("TORCHRELAY_WORKDIR")
     if launched:
@@ -112,7 +115,7 @@ def open_session(run: RunSpec | str, *, store: str, drain_s: float) -> Session:
         try:
             opened = open_store(store)
             open_run(opened, spec, provenance={"program": Path(sys.argv[0]).name})
-            request = _claim(opened, spec, world_size=world_size, drain_s=drain_s)
+            request = replace(_claim(opened, spec, world_size=world_size, drain_s=drain_s), **(caps or {}))
         except TorchrelayError as error:
             failure = error
     answer = _broadcast(request, failure, world_size=world_size)
