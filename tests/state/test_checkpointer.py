@@ -18,7 +18,14 @@ from torchrelay.checkpoint.history import read_history
 from torchrelay.checkpoint.layout import packs_prefix
 from torchrelay.data.dataset import DatasetVersion
 from torchrelay.data.sampler import ElasticSampler
-from torchrelay.errors import CorruptionError, RunBusyError, RunMismatchError, StateMismatchError, UnserialisableError
+from torchrelay.errors import (
+    CorruptionError,
+    RetryableError,
+    RunBusyError,
+    RunMismatchError,
+    StateMismatchError,
+    UnserialisableError,
+)
 from torchrelay.state.capture import TrainingState
 from torchrelay.state.checkpointer import Checkpointer
 from torchrelay.state.rng import derive_rng
@@ -225,3 +232,21 @@ def test_memory_is_given_back(store: str) -> None:
             program.checkpointer._session._courier is None or program.checkpointer._session._courier.poll() is not None
         )
     )
+
+
+def test_every_save_ends_even_if_a_newer_one_overtakes_its_commit(store: str) -> None:
+    """Saves in quick succession: each is committed, or says that a newer one was; none is waited for in vain, and the last is committed."""
+    program = _Program(store)
+    with program.checkpointer as checkpointer:
+        checkpointer.restore()
+        pendings = [checkpointer.save(step) for step in range(1, 13)]
+        ends, overtaken = [], []
+        for pending in pendings:
+            try:
+                ends.append(pending.result(60))
+            except RetryableError as error:
+                overtaken.append(str(error))
+        assert ends[-1] == 12
+        assert all("was not committed" in message for message in overtaken)
+    line = read_history(open_store(store), "r").line
+    assert [ref.step for ref in line] == ends

@@ -102,6 +102,7 @@ class Checkpointer:
         self._table = PartTable(rank=self._session.rank, world_size=self._session.world_size)
         self._describer = Describer(state, self._table)
         self._pending: PendingCheckpoint | None = None
+        self._open: dict[int, PendingCheckpoint] = {}  # saves whose end is not known yet
         self._fenced: FencedError | None = None
         self._committed_step = self._session.request.begin.step if self._session.request.begin else 0
         self._work: queue.SimpleQueue[_Snapshot | Captured | None] = queue.SimpleQueue()
@@ -143,7 +144,7 @@ class Checkpointer:
         captured = None if self._described else self._describer.describe(instant)
         self._described = True
         pending = PendingCheckpoint(step, leader=self._session.rank == 0)
-        self._pending = pending
+        self._pending = self._open[step] = pending
         self._work.put(
             _Snapshot(pending=pending, instant=instant, captured=captured, trace=tuple(trace), info=dict(info or {}))
         )
@@ -306,6 +307,7 @@ class Checkpointer:
             except Exception as error:
                 _LOG.error("step=%d rank=%d save failed: %s", pending.step, self._session.rank, error)
                 emit("saved", step=pending.step, state="failed", rank=self._session.rank, message=str(error)[:800])
+                self._open.pop(pending.step, None)
                 pending.advance("failed", error)
 
     def _stage(self, snapshot: _Snapshot) -> None:
@@ -338,18 +340,23 @@ class Checkpointer:
 
     def _heard(self, message: dict[str, Any]) -> None:
         """Take a report of the courier (on the link's thread)."""
-        pending, kind = self._pending, message["type"]
-        if kind == "committed":
-            self._committed_step = max(self._committed_step, message["step"])
-        if kind == "fenced":
-            self._fenced = FencedError(message["message"])
-        if pending is None or (pending.step != message["step"] and kind != "fenced"):
-            return
-        if kind in ("written", "fenced") and self._link is not None:
+        kind, step = message["type"], message["step"]
+        pending = self._open.get(step)
+        if kind in ("written", "fenced") and self._link is not None and self._pending in (pending, None):
             self._link.done()
-        if kind in ("written", "committed"):
-            pending.advance(kind)
+        if kind == "committed":
+            self._committed_step = max(self._committed_step, step)
+            for older in [number for number in self._open if number < step]:
+                # The courier commits only the newest complete one: nobody will hear of these again.
+                superseded = RetryableError(f"step {older} was not committed before step {step} was")
+                self._open.pop(older).advance("failed", superseded)
         elif kind == "fenced":
-            pending.advance("failed", self._fenced)
-        elif kind == "abandoned":
-            pending.advance("failed", RetryableError(f"step {pending.step} was not committed: {message['message']}"))
+            self._fenced = FencedError(message["message"])
+            for number in list(self._open):
+                self._open.pop(number).advance("failed", self._fenced)
+        elif kind == "abandoned" and pending is not None:
+            pending.advance("failed", RetryableError(f"step {step} was not committed: {message['message']}"))
+        if kind in ("written", "committed") and pending is not None:
+            pending.advance(kind)
+        if kind in ("committed", "abandoned") or (kind == "written" and self._session.rank):
+            self._open.pop(step, None)
