@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -117,17 +117,24 @@ class Torchrelay(_Background):
     """Our Checkpointer on a local file store; the optimizer's hook joins by itself."""
 
     name = "torchrelay"
+    options: ClassVar[dict[str, Any]] = {}
+    """More keyword arguments for the Checkpointer, for instance to cap its courier."""
 
     def __init__(self, workload: Workload, folder: Path) -> None:
         super().__init__(workload, folder)
         state = TrainingState(model=workload.model, optimizer=workload.optimizer)
-        self._checkpointer = Checkpointer(state, run="bench", store=f"file://{self._folder}")
+        self._checkpointer = Checkpointer(state, run="bench", store=f"file://{self._folder}", **self.options)
         self._checkpointer.restore()
         self.pending: PendingCheckpoint | None = None
 
     def save(self, step: int) -> None:
         self.pending = pending = self._checkpointer.save(step)
         self.track(pending.result)
+
+    def wait(self) -> None:
+        """A save that a newer one overtakes before its commit ends with an error, by design: the newest counts."""
+        del self._stamps[:-1]
+        super().wait()
 
     def tidy(self) -> None:
         """Remove the packs; the records that name them are small."""
@@ -206,7 +213,7 @@ class DcpProcess(_Dcp):
 
 
 class TorchCheckpointing(_Background):
-    """torch_checkpointing with the options it documents for a machine without CUDA."""
+    """torch_checkpointing with the options it documents for a machine without CUDA; its direct I/O cannot write to ext4 and is off."""
 
     name = "torch_checkpointing"
 
@@ -215,10 +222,14 @@ class TorchCheckpointing(_Background):
         from torch_checkpointing.checkpoint_manager import CheckpointManager
         from torch_checkpointing.config import AsyncCheckpointSaverConfig
         from torch_checkpointing.staging import CheckpointStagerConfig
+        from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
 
         staging = CheckpointStagerConfig(use_pinned_memory=False, use_non_blocking_copy=False)
         self._manager = CheckpointManager(
-            CheckpointManager.Config(save=AsyncCheckpointSaverConfig(staging_config=staging))
+            CheckpointManager.Config(
+                save=AsyncCheckpointSaverConfig(staging_config=staging),
+                storage_config=LocalFileSystemStorageConfig(use_direct_io=False),
+            )
         )
 
     def save(self, step: int) -> None:
@@ -235,7 +246,8 @@ class TorchCheckpointing(_Background):
             pass
 
     def close(self) -> None:
-        self._manager.close()
+        with contextlib.suppress(Exception):  # a save that failed was reported already
+            self._manager.close()
 
 
 class _State:

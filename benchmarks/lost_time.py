@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import statistics
 import tempfile
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.engines import ENGINES, Engine, process_group
+from benchmarks.engines import ENGINES, Engine, Torchrelay, process_group
 from benchmarks.report import Bar, report
 from benchmarks.workload import WORKLOADS, Warm, Workload
 
@@ -43,9 +44,15 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="small states, three turns")
     parser.add_argument("--engines", nargs="+", default=["torchrelay", *_PEERS], choices=sorted(ENGINES))
     parser.add_argument("--case", type=int, choices=range(len(_CASES)), help="only this case")
+    parser.add_argument(
+        "--option", nargs="*", default=[], metavar="NAME=JSON", help="for our Checkpointer, such as caps"
+    )
     parser.add_argument("--turns", type=int)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    Torchrelay.options.update(
+        (name, json.loads(value)) for name, _, value in (item.partition("=") for item in args.option)
+    )
     turns = args.turns or (3 if args.quick else 7)
     bars: list[Bar] = []
     for number, (name, threads) in enumerate(_CASES):

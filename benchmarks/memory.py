@@ -1,7 +1,8 @@
 """Extra memory of saving, as a share of the state: ``python -m benchmarks.memory [--quick]``.
 
 Each engine runs in a fresh process. A watcher adds up the proportional set size (PSS, ``smaps_rollup``) of that process and of everything it has
-started: memory that a rank shares with its courier counts once. Extra = the highest sum while saving - the sum just before the engine was made.
+started: memory that a rank shares with its courier counts once. Extra = the highest sum while saving - the highest sum while the same process
+trained without saving (so the temporaries of a step do not count).
 Two uses: a save at a time, on a local disk; and four saves requested without waiting (for us: against a slow S3 store, too).
 """
 
@@ -25,7 +26,7 @@ from benchmarks.workload import gpt
 from torchrelay import Checkpointer, TrainingState
 
 _PEERS = ("dcp", "dcp-process")
-_EVERY_S = 0.01  # between two looks
+_EVERY_S = 0.05  # between two looks
 _SLOW_BYTES_S = 20e6  # of each connection of the slow store
 
 
@@ -65,35 +66,41 @@ def _watched(name: str, use: str, *, quick: bool) -> float:
     try:
         size: int = ours.recv()
         watch = _Watch(process.pid or 0)
-        ours.send("go")
+        ours.send("train")
+        ours.recv()
+        baseline = watch.reset()
+        ours.send("save")
         ours.recv()
         peak = watch.stop()
         process.join()
     finally:
         process.kill()
         process.join()
-    return round((peak - watch.baseline) / size, 3)
+    return round((peak - baseline) / size, 3)
 
 
 def _trainer(pipe: Connection, name: str, use: str, quick: bool) -> None:
     torch.set_num_threads(1)
     workload = gpt(quick=quick)
-    workload.step()
     pipe.send(workload.size_bytes)
+    pipe.recv()
+    for _ in range(3):
+        workload.step()
+    pipe.send("trained")
     pipe.recv()
     if use == "slow":
         state = TrainingState(model=workload.model, optimizer=workload.optimizer)
         with Checkpointer(state, run="bench", store="") as checkpointer:
             for step in range(4):
                 checkpointer.save(step + 1)
-                workload.step()
+            workload.step()
     else:
         with tempfile.TemporaryDirectory() as folder, process_group():
             engine = ENGINES[name](workload, Path(folder))
             for step in range(4):
                 engine.save(step + 1)
-                workload.step(engine.join)
                 if use == "one":
+                    workload.step(engine.join)
                     engine.wait()
             engine.wait()
             engine.close()
@@ -101,17 +108,22 @@ def _trainer(pipe: Connection, name: str, use: str, quick: bool) -> None:
 
 
 class _Watch:
-    """Samples the memory of a process and its descendants; ``baseline`` is the first sample."""
+    """Samples the memory of a process and its descendants."""
 
     def __init__(self, pid: int) -> None:
         self._pid, self._stopping = pid, threading.Event()
-        self.baseline = self._peak = _pss(pid)
+        self._peak = _pss(pid)
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         while not self._stopping.wait(_EVERY_S):
             self._peak = max(self._peak, _pss(self._pid))
+
+    def reset(self) -> int:
+        """Return the highest sum so far, in bytes, and begin anew."""
+        peak, self._peak = self._peak, 0
+        return peak
 
     def stop(self) -> int:
         """Return the highest sum seen, in bytes."""
