@@ -1,8 +1,8 @@
 """Planning and committing with thousands of ranks: ``python -m benchmarks.scale [--quick]``.
 
-A model of 1,000 tensors is divided over 1,024 ranks as FSDP2 divides it. One rank's CPU time is that of planning its shard, describing it, hashing
-nothing (there are no bytes) and serialising its record: once as at its first save, once as at each later one. The leader then commits what
-10,000 such ranks wrote, in a store in memory, so only CPU time counts. DCP's planner makes the same plan for comparison.
+A model of 1,000 tensors of 256 MiB is divided over 1,024 ranks as FSDP2 divides it. One rank's CPU time is that of planning its shard, describing it to
+its courier, summing its cover and serialising its record: all that grows with tensors and ranks, without moving or hashing bytes. The leader
+then commits what 10,000 such ranks wrote, in a store in memory, so that only its CPU time counts (writing their records first takes a minute).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def main() -> None:
     tensors = {f"model/layers.{i}.weight": TensorMeta("float32", _SHAPE) for i in range(1000 // part)}
     world = 1024 // part
     plans = [_cpu_s(lambda rank=rank: _record(tensors, rank, world)) for rank in range(7)]  # type: ignore[misc]
-    leaders = [_commit_s(tensors, 10_000 // part) for _ in range(3)]
+    leaders = _commit_s(tensors, 10_000 // part)
     figures = {"ranks": world, "tensors": len(tensors), "ms": [round(1e3 * value, 1) for value in sorted(plans)]}
     bars = [
         Bar(figure="plan and record, CPU ms per rank", value=1e3 * median(plans), bar=50.0 / part, detail=figures),
@@ -104,14 +104,17 @@ def _as_record(
     )
 
 
-def _commit_s(tensors: dict[str, TensorMeta], world: int) -> float:
-    """CPU time of the leader's commit; the records are written before, one real and the others alike but for rank, sum and pack."""
+def _commit_s(tensors: dict[str, TensorMeta], world: int) -> list[float]:
+    """CPU time of the leader's commit, three times."""
     store = MemoryStore()
     open_run(store, RunSpec(run_id=_RUN, total_steps=1), provenance={})
     start_generation(store, _RUN, info={}, lease_s=1.0, clock=FakeClock())
     _write_records(store, tensors, world)
-    took = _cpu_s(lambda: commit_manifest(store, _RUN, ManifestRef(1, 1)))
-    assert store.list(f"runs/{_RUN}/manifests/").objects, "nothing was committed"
+    took = []
+    for _ in range(3):
+        took.append(_cpu_s(lambda: commit_manifest(store, _RUN, ManifestRef(1, 1))))
+        assert store.list(f"runs/{_RUN}/manifests/").objects, "nothing was committed"
+        store.delete([ManifestRef(1, 1).key(_RUN)])
     return took
 
 
