@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
@@ -21,7 +22,7 @@ from torchrelay.checkpoint.reader import load_record
 from torchrelay.errors import CorruptionError, NotFoundError
 from torchrelay.store.base import ObjectStore
 
-__all__ = ["Fetch", "Region", "read_regions", "read_tensors"]
+__all__ = ["Fetch", "Region", "Sharing", "place_fetch", "read_fetch", "read_regions", "read_tensors"]
 
 _READ_BYTES = 16 * 2**20  # adjacent chunks of a pack are fetched by one GET up to this size
 _SMALL_BYTES = 2**20  # up to this size also if their places are apart, at the price of a copy
@@ -31,12 +32,13 @@ _Corner = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A box of one tensor and the writable memory of exactly its bytes, row-major."""
+    """A box of one tensor and the writable memory of exactly its bytes, row-major. ``shared``: all ranks of this host read the same."""
 
     tensor: str
     corner: tuple[int, ...]
     extent: tuple[int, ...]
     target: memoryview
+    shared: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +70,28 @@ class Fetch:
             position += chunk.length
         return first.region.target[first.start : position]
 
+    @property
+    def shared(self) -> bool:
+        """Whether all ranks of the host fetch the same; then all of it is somewhere in place as it is."""
+        return all(places[0].region.shared and places[0].put is None for _, places in self.chunks)
 
-Reader = Callable[[Fetch], int]
+    def in_place(self) -> Iterator[memoryview]:
+        """The bytes of a shared fetch, from where they have been put."""
+        for chunk, places in self.chunks:
+            yield places[0].region.target[places[0].start : places[0].start + chunk.length]
+
+
+class Sharing(Protocol):
+    """How ranks of one host read for each other (see ``sharing``)."""
+
+    rank: int
+    ranks: int
+
+    def try_fetch(self, store: ObjectStore, fetch: Fetch) -> int | None:
+        """Fetch a range unless another rank is at it; returns the bytes that came from the store, None to be taken later."""
+
+    def take(self, store: ObjectStore, fetch: Fetch) -> int:
+        """Take a range that another rank has claimed; returns the bytes that came from the store."""
 
 
 def read_tensors(
@@ -90,12 +112,12 @@ def read_regions(
     *,
     near: float = 0.0,
     threads: int = _THREADS,
-    reader: Reader | None = None,
+    sharing: Sharing | None = None,
 ) -> int:
     """Fill every region and return the bytes fetched.
 
-    ``near`` in [0, 1) says where among the ranks this one stands: records of ranks there are looked at first. ``reader`` fetches in place of a
-    plain GET (see ``sharing``). Every chunk is hashed before this returns; on CorruptionError the content of the regions is undefined.
+    ``near`` in [0, 1) says where among the ranks this one stands: records of ranks there are looked at first. ``sharing`` lets ranks of one host read
+    shared regions for each other. Every chunk is hashed before this returns; on CorruptionError the content of the regions is undefined.
     """
     by_tensor: dict[str, list[Region]] = {}
     missing = 0
@@ -103,9 +125,8 @@ def read_regions(
         if region.target.nbytes:
             by_tensor.setdefault(region.tensor, []).append(region)
             missing += region.target.nbytes
-    fetch_all = reader or (lambda fetch: read_fetch(store, fetch))
     with ThreadPoolExecutor(threads, thread_name_prefix="restore") as executor:
-        reads = []
+        reads, shared = [], list[Fetch]()
         for record in _nearest(store, manifest, near, executor):
             if not missing:
                 break
@@ -113,11 +134,26 @@ def read_regions(
             for box in record.boxes:
                 for region in by_tensor.get(box.tensor, ()):
                     missing -= _plan(box, region, manifest, wanted)
-            reads += [executor.submit(fetch_all, fetch) for fetch in _coalesce(record, list(wanted.values()))]
+            for fetch in _coalesce(record, list(wanted.values())):
+                if sharing is not None and fetch.shared:
+                    shared.append(fetch)
+                else:
+                    reads.append(executor.submit(read_fetch, store, fetch))
         fetched = sum(read.result() for read in reads)
+        if sharing is not None:
+            fetched += _read_shared(store, shared, sharing, executor)
     if missing:
         raise CorruptionError(f"the records of {manifest.key} lack {missing} of the bytes that were asked for")
     return fetched
+
+
+def _read_shared(store: ObjectStore, fetches: list[Fetch], sharing: Sharing, executor: Executor) -> int:
+    """Fetch what nobody else has claimed, beginning at this rank's share; then take the rest."""
+    first = len(fetches) * sharing.rank // sharing.ranks
+    fetches = fetches[first:] + fetches[:first]
+    sizes = list(executor.map(lambda fetch: sharing.try_fetch(store, fetch), fetches))
+    left = [fetch for fetch, size in zip(fetches, sizes, strict=True) if size is None]
+    return sum(size or 0 for size in sizes) + sum(executor.map(lambda fetch: sharing.take(store, fetch), left))
 
 
 def _nearest(store: ObjectStore, manifest: Manifest, near: float, executor: Executor) -> Iterator[ShardRecord]:

@@ -216,7 +216,8 @@ class Checkpointer:
         store = open_store(session.request.store_url)
         targets = Targets(self._state, manifest, self._table)
         near = (session.rank + 0.5) / session.world_size
-        fetched = read_regions(store, manifest, targets.regions(), near=near)
+        with session.sharing() as sharing:
+            fetched = read_regions(store, manifest, targets.regions(), near=near, sharing=sharing)
         targets.finish()
         self._state.load(targets.trees, manifest.data)
         notices = self._load_local(store, manifest)

@@ -30,6 +30,7 @@ class Targets:
     def __init__(self, state: TrainingState, manifest: Manifest, table: PartTable) -> None:
         self._tensors, self._table = manifest.tensors, table
         self._made: dict[str, torch.Tensor] = {}
+        self._own: set[str] = set()  # tensors that no other rank reads
         self._beside: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.trees = {name: self._tree(part, manifest.state[name]) for name, part in state.components().items()}
 
@@ -46,7 +47,15 @@ class Targets:
                 beside = torch.empty(memory.shape, dtype=memory.dtype, pin_memory=pin)
                 self._beside.append((memory, beside))
                 memory = beside
-            regions.append(Region(name, part.corner, part.extent, _bytes_of(memory)))
+            regions.append(
+                Region(
+                    name,
+                    part.corner,
+                    part.extent,
+                    _bytes_of(memory),
+                    shared=name not in self._own and not is_dtensor(tensor),
+                )
+            )
         return regions
 
     def finish(self) -> None:
@@ -82,12 +91,13 @@ class Targets:
             if zero is not None and param is not None and zero._param_to_rank[param] != zero.rank:
                 tree["state"][index] = None  # another rank's: not read here
                 continue
-            tree["state"][index] = _outlined(state, partial(self._make, param=param))
+            tree["state"][index] = _outlined(state, partial(self._make, param=param, own=zero is not None))
         return {**tree, "param_groups": _outlined(tree["param_groups"], self._make)}
 
-    def _make(self, name: str, param: torch.Tensor | None = None) -> torch.Tensor:
+    def _make(self, name: str, param: torch.Tensor | None = None, own: bool = False) -> torch.Tensor:
         """Make the tensor of this name, like the parameter it belongs to, unless it is there."""
         if name not in self._made:
+            self._own |= {name} if own else set()
             self._made[name] = _like(self._tensors[name], param)
         return self._made[name]
 

@@ -6,13 +6,14 @@ through the process group (once, on the main thread), and each rank starts its o
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from torchrelay.checkpoint.generation import GenerationClaim, Lease, open_run, start_generation
 from torchrelay.checkpoint.host import this_process
 from torchrelay.checkpoint.layout import ManifestRef
+from torchrelay.checkpoint.sharing import HostShare
 from torchrelay.config import RunSpec
 from torchrelay.errors import CorruptionError, TorchrelayError
 from torchrelay.state.request import GenerationRequest
@@ -90,6 +92,24 @@ class Session:
         self.request = replace(_claim(store, self._own, world_size=1, drain_s=self.request.drain_s), **caps)
         self.request.write(self._folder)
         return True
+
+    @contextlib.contextmanager
+    def sharing(self) -> Iterator[HostShare | None]:
+        """What the ranks of this host fetch for each other; None if there is only one."""
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        if ranks == 1 or self.world_size == 1:
+            yield None
+            return
+        request, rank = self.request, int(os.environ.get("LOCAL_RANK", "0"))
+        try:
+            share = HostShare(request.run_id, request.generation, rank=rank, ranks=ranks)
+        except OSError:
+            yield None
+            return
+        try:
+            yield share
+        finally:
+            share.done()
 
     def close(self) -> None:
         """Wait for an own courier to finish, and remove the folder."""
