@@ -1,7 +1,7 @@
 """Time to restore from S3, and bytes read for it: ``python -m benchmarks.restore [--quick] [--worlds 1:1 2:3 ...]``.
 
 Behind the shaper, so that the network is the ceiling. The limit is the same client reading the needed bytes by ranged GETs of 16 MiB with
-four threads per rank, unverified; ``restore`` verifies every byte. ``N:M`` = saved by N ranks, restored by M (FSDP2 where there are several).
+eight threads per rank, unverified; ``restore`` verifies every byte. ``N:M`` = saved by N ranks, restored by M (FSDP2 where there are several).
 Over-read = bytes that came through the shaper during the restore / bytes of the state.
 """
 
@@ -31,7 +31,7 @@ from benchmarks.workload import Workload, gpt
 from torchrelay import Checkpointer, ObjectStore, TrainingState
 
 _RANGE = 16 * 2**20
-_THREADS = 4
+_THREADS = 8  # as many as a rank's restore uses: the limit has as many connections as we have
 
 
 def main() -> None:
