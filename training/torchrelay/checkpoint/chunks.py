@@ -15,7 +15,7 @@ from torchrelay.checkpoint.layout import CHUNK_BYTES
 __all__ = ["chunk_spans"]
 
 _WORLDS = (2, 3, 4, 8)
-_LEAST_BYTES = 64 * 2**10  # a smaller chunk costs more to name than it saves to read
+_WORTH_BYTES = 512 * 2**10  # the chunks of less cost more to name than they save to read
 
 
 def chunk_spans(
@@ -28,20 +28,18 @@ def chunk_spans(
 ) -> list[tuple[int, int]]:
     """Cut a box of a tensor into (start, length) in bytes of the box, row-major, without gaps; none for an empty box.
 
-    Rows (first dimension) are cut where ``torch.chunk`` cuts the tensor, and the box itself, into 2, 3, 4 or 8, unless a piece would be
-    smaller than 64 KiB; longer pieces are cut again at multiples of ``chunk_bytes``, itself a multiple of every element size.
+    Rows (first dimension) are cut where ``torch.chunk`` cuts the tensor, and the box itself, into 2, 3, 4 or 8, if tensor or box have at least 512 KiB;
+    longer pieces are cut again at multiples of ``chunk_bytes``, itself a multiple of every element size.
     """
     size = math.prod(extent) * item_bytes
     if not size:
         return []
-    cuts = [0]
-    if size >= 2 * _LEAST_BYTES and shape:
-        row = size // extent[0]
-        wanted = {place - corner[0] for place in _boundaries(shape[0])} | _boundaries(extent[0])
-        for place in sorted(row * rows for rows in wanted):
-            if place - cuts[-1] >= _LEAST_BYTES and size - place >= _LEAST_BYTES:
-                cuts.append(place)
-    cuts.append(size)
+    rows: set[int] = set()
+    if shape and math.prod(shape) * item_bytes >= _WORTH_BYTES:
+        rows |= {row - corner[0] for row in _boundaries(shape[0])}
+    if shape and size >= _WORTH_BYTES:
+        rows |= _boundaries(extent[0])
+    cuts = [0, *(size // extent[0] * row for row in sorted(rows) if 0 < row < extent[0]), size]
     return [
         (start, min(chunk_bytes, high - start))
         for low, high in pairwise(cuts)
