@@ -39,14 +39,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a small state, three turns")
     parser.add_argument("--worlds", nargs="+", default=["1:1"], help="ranks that save : ranks that restore")
-    parser.add_argument("--rate-mb", type=float, default=16.0, help="of each connection, MB/s")
+    parser.add_argument(
+        "--rate-mb", type=float, default=16.0, help="of each connection, MB/s, divided by the ranks that restore"
+    )
     parser.add_argument("--latency-ms", type=float, default=10.0, help="of each request, and of each reply")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    shape = Shape(latency_s=args.latency_ms / 1000, rate_bytes_s=1e6 * args.rate_mb)
     bars: list[Bar] = []
     for worlds in args.worlds:
         savers, restorers = (int(number) for number in worlds.split(":"))
+        # Ranks share this machine's line: the ceiling stays the network's, whatever their number.
+        shape = Shape(latency_s=args.latency_ms / 1000, rate_bytes_s=1e6 * args.rate_mb / restorers)
         with behind_shaper(shape) as (store, shaper):
             size = _ranks(savers, _save, quick=args.quick)[0]
             bars += _measure(store, shaper, restorers, size=size, quick=args.quick, label=f"{savers} -> {restorers}")
