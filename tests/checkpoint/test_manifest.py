@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -11,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load
 
-from tests.checkpointing import RUN, begin, make_shards, new_run, write
-from torchrelay.checkpoint.commit import commit_manifest
+from tests.checkpointing import RUN, begin, contents, expected, make_shards, new_run, write
+from torchrelay.checkpoint.commit import commit_manifest, write_shard
 from torchrelay.checkpoint.cover import check_cover
 from torchrelay.checkpoint.layout import DTYPES, PACK_BYTES, ManifestRef, parse_generation_key, parse_manifest_key
 from torchrelay.checkpoint.manifest import Box, Chunk, Manifest, PackInfo, ShardRecord, TensorMeta
 from torchrelay.checkpoint.pack import Piece, build_pack, group_pieces
-from torchrelay.checkpoint.reader import list_checkpoints
-from torchrelay.errors import CorruptionError
+from torchrelay.checkpoint.reader import list_checkpoints, load_manifest, load_record
+from torchrelay.errors import CorruptionError, NotFoundError
 from torchrelay.store.memory import MemoryStore
 from torchrelay.testing.faulty_store import FaultyStore
 
@@ -192,3 +193,32 @@ def test_shards_made_here_divide_everything() -> None:
     """The helper of these tests is itself a cover."""
     shards = make_shards(_REF, world_size=3)
     assert sum(shard.size_bytes for shard in shards) == 4 * (35 + 3 + 35 + 1)
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_a_dead_replica_costs_no_checkpoint_where_the_run_allows_it(allowed: bool) -> None:
+    """Rank 1 of 2 wrote nothing of the state and dies before its record: with leave, what is there is committed; without, and while it may come, not."""
+    store = MemoryStore()
+    new_run(store)
+    whole = make_shards(_REF, world_size=1)[0]
+    head = {**(whole.head or {}), "world_size": 2, "info": {"partial_commits": True} if allowed else {}}
+    with ThreadPoolExecutor(1) as executor:
+        write_shard(store, replace(whole, world_size=2, head=head), executor=executor)
+    assert commit_manifest(store, RUN, _REF) is None
+    committed = commit_manifest(store, RUN, _REF, partial=True)
+    assert (committed is not None) == allowed
+    if committed is not None:
+        assert contents(store, _REF) == expected(_REF)
+        with pytest.raises(NotFoundError, match="rank 1 had died"):
+            load_record(store, load_manifest(store, RUN, _REF), 1)
+
+
+def test_a_part_that_is_missing_is_never_committed() -> None:
+    """Rank 1 of 2 held part of the state: no leave helps."""
+    store = MemoryStore()
+    new_run(store)
+    first, _ = make_shards(_REF, world_size=2)
+    with ThreadPoolExecutor(1) as executor:
+        head = {**(first.head or {}), "info": {"partial_commits": True}}
+        write_shard(store, replace(first, head=head), executor=executor)
+    assert commit_manifest(store, RUN, _REF, partial=True) is None

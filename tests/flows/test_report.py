@@ -75,7 +75,7 @@ def eventful(tmp_path_factory: pytest.TempPathFactory) -> ObjectStore:
     """A store with a run that was killed once and then finished."""
     folder = tmp_path_factory.mktemp("page")
     url = f"file://{folder / 'store'}"
-    spec = tiny_spec(url, "eventful", steps=20, interval=5, fail_at=fail_at(0, 12, flag=folder / "flag"))
+    spec = tiny_spec(url, "eventful", steps=20, interval=5, sleep_s=0.03, fail_at=fail_at(0, 12, flag=folder / "flag"))
     assert Launch(spec).outcome().kind == "killed"
     assert Launch(spec).outcome().kind == "completed"
     return open_store(url)

@@ -28,8 +28,8 @@ def chunk_spans(
 ) -> list[tuple[int, int]]:
     """Cut a box of a tensor into (start, length) in bytes of the box, row-major, without gaps; none for an empty box.
 
-    Rows (first dimension) are cut where ``torch.chunk`` cuts the tensor, and the box itself, into 2, 3, 4 or 8, if tensor or box have at least 512 KiB;
-    longer pieces are cut again at multiples of ``chunk_bytes``, itself a multiple of every element size.
+    Rows (first dimension) are cut where ``torch.chunk`` cuts the tensor, and the box itself, into 2, 3, 4 or 8, if tensor or box have at least
+    512 KiB; longer pieces are cut again at multiples of ``chunk_bytes``, itself a multiple of every element size.
     """
     size = math.prod(extent) * item_bytes
     if not size:

@@ -219,7 +219,8 @@ def commit_manifest(
 ) -> Manifest | None:
     """Commit the checkpoint if all its records are there; None if some are still missing.
 
-    ``partial``: no more records will come, so those that cover the whole state are enough: a dead replica does not cost the checkpoint. Raises
+    ``partial``: no more records will come, so if the run allows it (``info.partial_commits``) those that cover the whole state are enough: a dead
+    replica does not cost the checkpoint, but its RNG, so that a run that goes on from it is no longer the one that never fell. Raises
     CorruptionError if the records do not make a whole checkpoint, FencedError if a newer generation exists.
     """
     found = {
@@ -235,6 +236,8 @@ def commit_manifest(
     first = parsed_records[0][2]
     if first is None or first.head is None:
         raise CorruptionError(f"{summaries[0][0].key} does not say what the checkpoint is")
+    if len(found) < summaries[0][0].world_size and not first.head["info"].get("partial_commits"):
+        return None
     fragments = [record.fragment for _, _, record in parsed_records if record and record.fragment]
     manifest = assemble_manifest(first.head, summaries, fragments)
     if not check_sums(manifest.tensors, (summary.cover for summary, _ in summaries)):

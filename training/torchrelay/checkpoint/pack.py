@@ -53,7 +53,8 @@ class Pack:
 
 def piece_cost(name: str, size_bytes: int) -> int:
     """Bytes that a piece of this name and size takes in a pack, at most."""
-    return size_bytes + len(json.dumps(name)) + _ENTRY_BYTES
+    plain = name.isascii() and name.isprintable() and '"' not in name and "\\" not in name
+    return size_bytes + (len(name) if plain else len(json.dumps(name))) + _ENTRY_BYTES
 
 
 def group_pieces(pieces: Sequence[Piece], *, limit_bytes: int = PACK_BYTES) -> Iterator[list[Piece]]:

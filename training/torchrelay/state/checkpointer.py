@@ -71,7 +71,8 @@ class Checkpointer:
 
     Under torchrelay's launcher it joins the generation that was started for it. In a program of your own (single process, or under torchrun with a
     process group) it starts a generation itself: every rank constructs one, with the same arguments. Use it as a context manager, or call ``close``.
-    ``upload_mib_s`` and ``courier_cores`` cap the courier of each rank (0: no cap); a launcher's spec has its own.
+    ``upload_mib_s`` and ``courier_cores`` cap the courier of each rank (0: no cap). With ``partial_commits`` a checkpoint that lacks only dead ranks
+    without state of their own is committed; the RNG of those ranks is then derived anew. A launcher's spec has its own values of these.
 
     Example:
         >>> with Checkpointer(state, run="my-run", store="file:///tmp/checkpoints") as checkpointer:
@@ -91,9 +92,10 @@ class Checkpointer:
         drain_s: float = 60.0,
         upload_mib_s: float = 0.0,
         courier_cores: float = 0.0,
+        partial_commits: bool = False,
     ) -> None:
         self._state = state
-        caps = {"upload_mib_s": upload_mib_s, "courier_cores": courier_cores}
+        caps = {"upload_mib_s": upload_mib_s, "courier_cores": courier_cores, "partial_commits": partial_commits}
         self._session: Session = open_session(run, store=store, drain_s=drain_s, caps=caps)
         self._link: CourierLink | None = None
         self._area: StagingArea | None = None
@@ -291,7 +293,12 @@ class Checkpointer:
                 state=captured.varying,
                 data=captured.data,
                 trace=trace,
-                info={"torch": torch.__version__, "spec_digest": session.spec_digest, **info},
+                info={
+                    "torch": torch.__version__,
+                    "spec_digest": session.spec_digest,
+                    **({"partial_commits": True} if session.request.partial_commits else {}),
+                    **info,
+                },
             ).head()
         return {"type": "staged", "step": step, "local": captured.local, "head": head}
 

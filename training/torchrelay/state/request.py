@@ -32,6 +32,7 @@ class GenerationRequest:
     lease_s: float = 0.0
     upload_mib_s: float = 0.0
     courier_cores: float = 0.0
+    partial_commits: bool = False
 
     @property
     def begin(self) -> ManifestRef | None:

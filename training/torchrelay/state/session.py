@@ -88,7 +88,8 @@ class Session:
             run_id=self.request.run_id, generation=self.request.generation, begin=self.request.begin, fenced=True
         )
         Lease(store, claim, lease_s=_OWN_LEASE_S).end(outcome)
-        caps: dict[str, Any] = {"upload_mib_s": self.request.upload_mib_s, "courier_cores": self.request.courier_cores}
+        names = ("upload_mib_s", "courier_cores", "partial_commits")
+        caps: dict[str, Any] = {name: getattr(self.request, name) for name in names}
         self.request = replace(_claim(store, self._own, world_size=1, drain_s=self.request.drain_s), **caps)
         self.request.write(self._folder)
         return True

@@ -30,8 +30,9 @@ _SAMPLES = 100
 def fail_at(rank: int, step: int, *, how: str = "kill", where: str = "step", flag: str | Path = "") -> dict[str, Any]:
     """Return the option that makes the job fail.
 
-    ``where``: in the step after ``step`` steps are done, in the "save" of that step, or in the next "load" of any checkpoint. ``how``: kill, raise,
-    memory, exit, hang. With ``flag`` it fails only if that file does not exist, and makes it first; without, it fails each time.
+    ``where``: in the step after ``step`` steps are done, in the first "save" of that step or a later one (a save is left out while one is under way),
+    or in the next "load" of any checkpoint. ``how``: kill, raise, memory, exit, hang. With ``flag`` it fails only if that file does not exist, and
+    makes it first; without, it fails each time.
     """
     return {"rank": rank, "step": step, "how": how, "where": where, "flag": str(flag)}
 
@@ -67,7 +68,8 @@ class _Fuse:
         plan = self._plan
         if plan is None or plan["rank"] != self._rank or plan.get("where", "step") != where:
             return
-        if where != "load" and self._scheduler.last_epoch != plan["step"]:
+        step = self._scheduler.last_epoch
+        if (where == "step" and step != plan["step"]) or (where == "save" and step < plan["step"]):
             return
         if plan.get("flag"):
             try:
