@@ -108,14 +108,14 @@ def fixed(lives: Floats, costs: Costs, steps: int) -> float:
     return goodput(float(kept.sum()), lives, costs)
 
 
-def tuned(lives: Floats, costs: Costs, *, prior_mtbf_s: float, seed: int) -> tuple[float, int]:
+def tuned(lives: Floats, costs: Costs, *, prior_mtbf_s: float, seed: int, **prior: float) -> tuple[float, int]:
     """Goodput of the tuner, which measures what a run would, and the interval it ended at."""
     random = np.random.default_rng(seed)
-    tuner = IntervalTuner(interval_steps=50, max_steps=_MAX_STEPS, prior_mtbf_s=prior_mtbf_s)
+    tuner = IntervalTuner(interval_steps=50, max_steps=_MAX_STEPS, prior_mtbf_s=prior_mtbf_s, **prior)
     kept_s = 0.0
     for number, life_s in enumerate(lives):
         kept_s += _life(tuner, float(life_s), costs, random, last=number == len(lives) - 1)
-        if number < len(lives) - 1:
+        if number < len(lives) - 1 and life_s > tuner.grace_s:
             tuner.observe_failure(detect_s=0.2 * costs.down_s, restart_s=0.8 * costs.down_s)
     return goodput(kept_s, lives, costs), tuner.decide().interval_steps
 
@@ -131,14 +131,18 @@ def _life(tuner: IntervalTuner, life_s: float, costs: Costs, random: np.random.G
             break
         trained_s += steps * costs.step_s
         pending.append((end_s + costs.commit_s, trained_s))
-        tuner.observe_exposure(end_s - requested)
+        tuner.observe_exposure(_beyond(tuner.grace_s, requested, end_s))
         requested = end_s
         _measure(tuner, costs, random)
         now_s = end_s + costs.cost_s
-    tuner.observe_exposure(life_s - requested)
+    tuner.observe_exposure(_beyond(tuner.grace_s, requested, life_s))
     if last:
         return trained_s + max(0.0, life_s - now_s)
     return max([0.0, *(held_s for counts_s, held_s in pending if counts_s <= life_s)])
+
+
+def _beyond(grace_s: float, since_s: float, until_s: float) -> float:
+    return max(0.0, until_s - max(since_s, grace_s))
 
 
 def _measure(tuner: IntervalTuner, costs: Costs, random: np.random.Generator) -> None:

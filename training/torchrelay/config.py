@@ -37,6 +37,10 @@ __all__ = [
 DEFAULT_JOB = "torchrelay.jobs.stdlib_gpt:build"
 _RUN_ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,79}")
 _T = TypeVar("_T")
+_FIRST_INTERVAL_STEPS, _MAX_INTERVAL_STEPS = (
+    50,
+    1_000_000,
+)  # where the interval is chosen: before anything is measured, and at most
 
 
 # Read by pydantic where it makes the run form from these classes: a field we do not know is refused, not dropped in silence.
@@ -125,7 +129,10 @@ class SaveSpec:
     __pydantic_config__: ClassVar[Mapping[str, str]] = _FORM
 
     interval_steps: int = field(
-        default=50, metadata=_f(1, "Steps between checkpoints; a failure loses at most about this many.")
+        default=50,
+        metadata=_f(
+            1, "Steps between checkpoints; a failure loses at most about this many. 0 = chosen from measured costs."
+        ),
     )
     loss_bound_steps: int = field(
         default=0,
@@ -133,7 +140,6 @@ class SaveSpec:
             2, "Training stops and waits for the store when this many steps are not committed; 0 = four intervals."
         ),
     )
-
     upload_mib_s: float = field(
         default=0.0, metadata=_f(3, "Cap on what each rank's courier uploads, in MiB per second; 0 = none.")
     )
@@ -141,19 +147,41 @@ class SaveSpec:
         default=0.0, metadata=_f(4, "Cap on the processors each rank's courier uses, such as 0.25; 0 = none.")
     )
 
+    partial_commits: bool = field(
+        default=False,
+        metadata=_f(
+            6,
+            "Commit also without the records of dead ranks that held nothing of their own; saves an interval of work, but their RNG is derived anew.",
+        ),
+    )
+
     def __post_init__(self) -> None:
         _require(self.upload_mib_s >= 0, "upload_mib_s must not be negative")
         _require(self.courier_cores >= 0, "courier_cores must not be negative")
-        _require(self.interval_steps >= 1, "interval_steps must be at least 1")
+        _require(self.interval_steps >= 0, "interval_steps must be at least 1, or 0 to have it chosen")
         _require(
             self.loss_bound_steps == 0 or self.loss_bound_steps >= self.interval_steps,
             "loss_bound_steps must be 0 or at least interval_steps",
         )
 
     @property
-    def bound_steps(self) -> int:
-        """Uncommitted steps at which training waits for the store."""
-        return self.loss_bound_steps or 4 * self.interval_steps
+    def auto(self) -> bool:
+        """The interval is chosen from what saves and failures cost."""
+        return self.interval_steps == 0
+
+    @property
+    def max_interval_steps(self) -> int:
+        """Longest interval that may be chosen: half the loss bound, so that a save is committed before training has to wait for it."""
+        return max(1, self.loss_bound_steps // 2) if self.loss_bound_steps else _MAX_INTERVAL_STEPS
+
+    @property
+    def first_interval_steps(self) -> int:
+        """The interval to begin with; the one and only where it is not chosen."""
+        return self.interval_steps or min(_FIRST_INTERVAL_STEPS, self.max_interval_steps)
+
+    def bound_steps(self, interval_steps: int) -> int:
+        """Uncommitted steps at which training waits for the store, while it saves every ``interval_steps``."""
+        return self.loss_bound_steps or 4 * interval_steps
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,15 +1,15 @@
 """The training loop of one segment, in every rank.
 
-All ranks decide alike, because they decide on sums: each step carries a small all-reduce of (loss, samples, stop wish, busy, committed step) on a
-gloo group of the CPU, read one step later, or at once when a save is due. So a stop request or a slow store never makes ranks part ways, and no
-rank ever waits for its courier before the loss bound is reached.
+All ranks decide alike, because they decide on sums: each step carries a small all-reduce (``_Tally``: loss, stop wish, busy, committed step,
+interval) on a gloo group of the CPU, read one step later, or at once when a save is due. So a stop request or a slow store never makes ranks
+part ways, and no rank ever waits for its courier before the loss bound is reached.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from torchrelay.checkpoint.interval import Decision
+from torchrelay.checkpoint.meter import IntervalMeter
 from torchrelay.config import SaveSpec
 from torchrelay.data.sampler import ElasticSampler
 from torchrelay.jobs.job import Job
@@ -46,6 +48,7 @@ class Progress:
     step: Callable[[int, float | None], None]
     saved: Callable[[PendingCheckpoint], None]
     notice: Callable[[str], None]
+    interval: Callable[[Decision, Mapping[str, Any]], None] = lambda _decision, _state: None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +60,7 @@ class _Tally:
     stop: bool
     busy: bool
     committed: int
+    interval: int
 
 
 class _Votes:
@@ -68,8 +72,18 @@ class _Votes:
         self._group = dist.new_group(backend="gloo") if world_size > 1 else None
         self._outstanding: tuple[int, torch.Tensor, Any] | None = None
 
-    def start(self, step: int, *, loss_sum: float, samples: int, stop: bool, busy: bool, committed: int) -> None:
-        values = [loss_sum, float(samples), float(stop), float(busy), float(committed if self._rank == 0 else 0)]
+    def start(
+        self, step: int, *, loss_sum: float, samples: int, stop: bool, busy: bool, committed: int, interval: int
+    ) -> None:
+        leader = self._rank == 0  # what it alone knows travels in the sum
+        values = [
+            loss_sum,
+            float(samples),
+            float(stop),
+            float(busy),
+            float(leader * committed),
+            float(leader * interval),
+        ]
         vote = torch.tensor(values, dtype=torch.float64)
         work = dist.all_reduce(vote, group=self._group, async_op=True) if self._group is not None else None
         self._outstanding = (step, vote, work)
@@ -82,10 +96,17 @@ class _Votes:
         self._outstanding = None
         if work is not None:
             work.wait()
-        loss_sum, samples, stop, busy, committed = vote.tolist()
+        loss_sum, samples, stop, busy, committed, interval = vote.tolist()
         loss = loss_sum / samples if samples else None
         finite = loss is not None and abs(loss) < float("inf")
-        return _Tally(step=step, loss=loss if finite else None, stop=stop > 0, busy=busy > 0, committed=int(committed))
+        return _Tally(
+            step=step,
+            loss=loss if finite else None,
+            stop=stop > 0,
+            busy=busy > 0,
+            committed=int(committed),
+            interval=int(interval),
+        )
 
 
 @dataclass(kw_only=True)
@@ -111,12 +132,16 @@ class _Loop:
     trace: list[tuple[int, float | None]] = field(default_factory=list)
     traced: int = 0
     pending: PendingCheckpoint | None = None
+    meter: IntervalMeter | None = None  # on rank 0, where the interval is chosen
+    interval: int = 0
+    gap: int = 0  # steps between the last two saves: when the interval shrinks, they are not yet overdue
 
     def run(self, stop_step: int) -> SegmentResult:
         while self.step < stop_step and not self.stopping:
             self.progress.phase("step", self.step)
             self._train_step()
-            if self.step - self.last_saved >= self.save.interval_steps and self.step < stop_step:
+            self._measure()
+            if self.step - self.last_saved >= self.interval and self.step < stop_step:
                 tally = self._collect()
                 if tally and not tally.busy and not self.stopping:
                     self._save()
@@ -165,7 +190,15 @@ class _Loop:
             stop=self.stop_requested(),
             busy=self.checkpointer.busy,
             committed=self.checkpointer.committed_step,
+            interval=self.meter.interval_steps if self.meter is not None else self.interval,
         )
+
+    def _measure(self) -> None:
+        """Tell the meter that a step has ended, and the world what it made of it. Takes microseconds."""
+        if self.meter is None or not self.meter.stepped(time.monotonic(), committed=self.checkpointer.committed_step):
+            return
+        decision = self.meter.decide()
+        self.progress.interval(decision, self.meter.state_dict())
 
     def _collect(self) -> _Tally | None:
         tally = self.votes.collect()
@@ -173,6 +206,7 @@ class _Loop:
             return None
         self.committed = max(self.committed, tally.committed)
         self.stopping = self.stopping or tally.stop
+        self.interval = tally.interval
         if tally.step > self.traced:
             self.traced, self.loss = tally.step, tally.loss
             self.trace.append((tally.step, tally.loss))
@@ -191,26 +225,31 @@ class _Loop:
         self.progress.phase("save", self.step)
         self.trace = [point for point in self.trace if point[0] > self.committed]
         self.pending = self.checkpointer.save(self.step, trace=self.trace)
-        self.last_saved = self.step
+        self.gap, self.last_saved = self.step - self.last_saved, self.step
+        if self.meter is not None:
+            self.meter.saved(self.pending, time.monotonic())
         self.progress.saved(self.pending)
 
     def _hold_loss_bound(self) -> None:
         """Wait for the store when too many steps are not committed: a failure now would lose them all."""
-        if self.step - self.committed < self.save.bound_steps:
+        if not self._over_bound():
             return
         self._agree()
-        if self.step - self.committed < self.save.bound_steps:
+        if not self._over_bound():
             return
         self.progress.phase("save", self.step)
         self.progress.notice(
             f"training waits for the store: step {self.step}, but only step {self.committed} is committed"
         )
-        while self.step - self.committed >= self.save.bound_steps and not self.stopping:
+        while self._over_bound() and not self.stopping:
             tally = self._agree()
             if not tally.busy and self.last_saved < self.step:
                 self._save()
             time.sleep(_POLL_S)
         self.progress.notice(f"training goes on: step {self.committed} is committed")
+
+    def _over_bound(self) -> bool:
+        return self.step - self.committed >= self.save.bound_steps(max(self.interval, self.gap))
 
     def _finish(self) -> None:
         """Save the last step if it is not yet saved, and stay until it is committed."""
@@ -241,10 +280,12 @@ def run_segment(
     progress: Progress,
     stop_requested: Callable[[], bool],
     device: torch.device,
+    meter: IntervalMeter | None = None,
 ) -> SegmentResult:
     """Train from ``first_step`` to ``stop_step`` and commit the last step; sooner if any rank is asked to stop.
 
-    ``model`` is the job's model as it is trained (wrapped by DDP when there are several ranks). Raises what the job raises, FencedError when a
+    ``model`` is the job's model as it is trained (wrapped by DDP when there are several ranks). ``meter`` chooses the interval where ``save``
+    leaves it open; rank 0's is the one that counts. Raises what the job raises, FencedError when a
     newer generation has taken over, and the process group's errors when a peer is gone.
     """
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -265,6 +306,8 @@ def run_segment(
         last_saved=first_step,
         committed=first_step,
         traced=first_step,
+        meter=meter if rank == 0 else None,
+        interval=meter.interval_steps if meter is not None else save.first_interval_steps,
     )
     return loop.run(stop_step)
 

@@ -6,6 +6,7 @@ and exits 83. It dies with its launcher, and ends itself when the launcher's pul
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import faulthandler
 import json
@@ -20,6 +21,7 @@ import threading
 import time
 import traceback
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -29,10 +31,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torchrelay.config import RunSpec, TrainSpec, parse_spec
+from torchrelay.checkpoint.interval import Decision, IntervalTuner
+from torchrelay.checkpoint.meter import IntervalMeter
+from torchrelay.config import RunSpec, SaveSpec, TrainSpec, parse_spec
 from torchrelay.data.loader import elastic_loader
 from torchrelay.data.sampler import ElasticSampler
-from torchrelay.errors import TorchrelayError
+from torchrelay.errors import CorruptionError, TorchrelayError
 from torchrelay.jobs.job import Job, JobContext, build_job
 from torchrelay.launch.parent import die_with_parent
 from torchrelay.segment import Progress, SegmentResult, run_segment
@@ -62,6 +66,12 @@ class _Reporter:
         with path.open("r+b") as file:
             self._page = mmap.mmap(file.fileno(), 24)
 
+    def progress(self) -> Progress:
+        """Return the training loop's view of this."""
+        return Progress(
+            phase=self.phase, step=self.stepped, saved=self.saved, notice=self.notice, interval=self.interval
+        )
+
     def phase(self, name: str, step: int) -> None:
         self.phase_name, self.step = name, step
         self._page[:] = struct.pack("<3d", PHASES.index(name), step, time.monotonic())
@@ -79,6 +89,16 @@ class _Reporter:
     def notice(self, message: str) -> None:
         if self.rank == 0:
             emit("notice", message=message)
+
+    def interval(self, decision: Decision, state: Mapping[str, Any]) -> None:
+        """Hand what the tuner knows to the launcher, which keeps the ledger; numbers short enough for one event."""
+        if decision.changed:
+            _LOG.info("step=%d a save every %d steps: %s", self.step, decision.interval_steps, decision.reason)
+        short = {
+            name: [float(f"{number:.4g}") for number in value] if isinstance(value, list) else value
+            for name, value in state.items()
+        }
+        emit("interval", step=self.step, state=short, **dataclasses.asdict(decision))
 
     def _report_stall(self, pending: PendingCheckpoint) -> None:
         try:
@@ -148,11 +168,10 @@ def _run(request: GenerationRequest, spec: TrainSpec, reporter: _Reporter, stop:
                 first_step=first_step,
                 stop_step=max(first_step, request.stop_step),
                 save=spec.save,
-                progress=Progress(
-                    phase=reporter.phase, step=reporter.stepped, saved=reporter.saved, notice=reporter.notice
-                ),
+                progress=reporter.progress(),
                 stop_requested=stop.is_set,
                 device=device,
+                meter=_meter(spec.save) if spec.save.auto else None,
             )
         if rank == 0:
             emit("progress", step=result.step, loss=result.loss, rank=rank)
@@ -174,6 +193,18 @@ def _state(job: Job, sampler: ElasticSampler) -> TrainingState:
         ema=job.ema,
         extra=job.extra,
     )
+
+
+def _meter(save: SaveSpec) -> IntervalMeter:
+    """Go on from what earlier generations have learnt; every rank reads the same, so that all begin with the same interval."""
+    tuner = IntervalTuner(interval_steps=save.first_interval_steps, max_steps=save.max_interval_steps)
+    path = Path(os.environ["TORCHRELAY_WORKDIR"]) / "interval.json"
+    if path.exists():
+        try:
+            tuner.load_state_dict(json.loads(path.read_text(encoding="utf-8")))
+        except CorruptionError as error:
+            _LOG.warning("the save interval is learnt anew: %s", error)
+    return IntervalMeter(tuner, now_s=time.monotonic())
 
 
 def _build(run: RunSpec, *, device: torch.device, rank: int, world_size: int) -> Job:

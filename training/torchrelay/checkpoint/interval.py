@@ -17,9 +17,12 @@ from torchrelay.errors import CorruptionError
 
 __all__ = ["Decision", "IntervalTuner", "expected_goodput", "ladder_base_s", "optimal_interval_s"]
 
-_HYSTERESIS = 1.2  # a target nearer than this factor changes nothing: the optimum is flat, and every change is told
+_HYSTERESIS = (
+    1.2  # a target nearer than this factor changes nothing at once: the optimum is flat, and every change is told
+)
+_DRIFT, _PATIENCE = 1.05, 31  # one that stays further off than this, on one side for so many decisions, is no noise
 _ENOUGH_SAVES = 3  # before, the given interval holds: the first save pays for buffers and processes
-_RECENT_STEPS, _RECENT_SAVES, _RECENT_FAILURES = 64, 15, 9
+_RECENT_STEPS, _RECENT_SAVES, _RECENT_FAILURES = 64, 31, 9
 _PRIOR_MTBF_S = 4 * 3600.0  # Llama 3 (2024), table 5: 419 unexpected interruptions in 54 days, one in 3.1 hours
 _PRIOR_FAILURES = (
     0.5  # half a failure's worth of belief, as in Jeffreys' prior of a rate: the first real one outweighs it
@@ -120,6 +123,7 @@ class IntervalTuner:
         self._costs: deque[float] = deque(maxlen=_RECENT_SAVES)
         self._commits: deque[float] = deque(maxlen=_RECENT_SAVES)
         self._downs: deque[float] = deque(maxlen=_RECENT_FAILURES)
+        self._drift = 0  # decisions in a row for which the target lay above (below: negative) the interval
 
     def observe_step(self, seconds: float) -> None:
         """Take in one step that ran without a save in flight."""
@@ -136,15 +140,23 @@ class IntervalTuner:
             self._commits.append(commit_s)
 
     def observe_exposure(self, seconds: float) -> None:
-        """Take in time in which the run trained and a failure could have come; restarts do not count."""
+        """Take in time in which the run trained and a failure could have come; neither restarts count nor the first ``grace_s`` after one."""
         if _usable(seconds):
             self.exposure_s += seconds
 
     def observe_failure(self, *, detect_s: float, restart_s: float) -> None:
-        """Take in a failure that cost progress, the seconds until it was noticed and those until training went on."""
+        """Take in a failure, the seconds until it was noticed and those until training went on.
+
+        Not one within ``grace_s`` of a start: it loses the same whatever the interval, and failures that come in bursts are mostly such.
+        """
         self.failures += 1
         if _usable(detect_s) and _usable(restart_s):
             self._downs.append(detect_s + restart_s)
+
+    @property
+    def grace_s(self) -> float:
+        """Training after a start that no interval can keep if a failure comes: the commit latency (0.0 while it is not measured)."""
+        return median(self._commits) if self._commits else 0.0
 
     @property
     def mtbf_s(self) -> float:
@@ -163,12 +175,9 @@ class IntervalTuner:
         best_s = optimal_interval_s(cost_s, self.mtbf_s)
         low = min(max(self._min, math.ceil(min(commit_s / step_s, self._max))), self._max)
         target = round(min(max(best_s / step_s, low), self._max))
-        changed = target != self._interval and (
-            not self._interval / _HYSTERESIS <= target <= self._interval * _HYSTERESIS
-            or not low <= self._interval <= self._max
-        )
+        changed = target != self._interval and (self._is_off(target) or not low <= self._interval <= self._max)
         if changed:
-            self._interval = target
+            self._interval, self._drift = target, 0
         seconds = self._interval * step_s
         down_s = median(self._downs) if self._downs else 0.0
         goodput = expected_goodput(seconds, cost_s=cost_s, commit_s=commit_s, down_s=down_s, mtbf_s=self.mtbf_s)
@@ -182,10 +191,18 @@ class IntervalTuner:
         )
         return Decision(interval_steps=self._interval, interval_s=seconds, reason=reason, changed=changed)
 
+    def _is_off(self, target: int) -> bool:
+        """Whether the interval is far from its target, or has been off it on the same side for long."""
+        ratio = target / self._interval
+        side = (ratio > _DRIFT) - (ratio < 1 / _DRIFT)
+        self._drift = self._drift + side if side and side * self._drift >= 0 else side
+        return not 1 / _HYSTERESIS <= ratio <= _HYSTERESIS or abs(self._drift) >= _PATIENCE
+
     def state_dict(self) -> dict[str, Any]:
         """Return what was observed and decided as plain JSON values; bounds and prior are configuration and not in it."""
         return {
             "interval_steps": self._interval,
+            "drift": self._drift,
             "failures": self.failures,
             "exposure_s": self.exposure_s,
             "steps_s": list(self._steps),
@@ -198,6 +215,7 @@ class IntervalTuner:
         """Go on from ``state_dict``; the interval is kept within the bounds of this tuner. Raises CorruptionError, changing nothing."""
         try:
             interval, failures, exposure_s = int(state["interval_steps"]), int(state["failures"]), state["exposure_s"]
+            drift = int(state["drift"])
             steps, costs, commits, downs = (
                 _numbers(state[name]) for name in ("steps_s", "costs_s", "commits_s", "downs_s")
             )
@@ -207,7 +225,7 @@ class IntervalTuner:
                 raise ValueError("negative seconds")
         except (KeyError, TypeError, ValueError) as error:
             raise CorruptionError(f"not a state of the interval tuner: {error}") from None
-        self._interval = min(max(interval, self._min), self._max)
+        self._interval, self._drift = min(max(interval, self._min), self._max), drift
         self.failures, self.exposure_s = failures, float(exposure_s)
         self._steps = deque(steps, _RECENT_STEPS)
         self._costs, self._commits = deque(costs, _RECENT_SAVES), deque(commits, _RECENT_SAVES)

@@ -20,11 +20,14 @@ __all__ = [
     "generation_key",
     "generations_prefix",
     "index_prefix",
+    "interval_ledger_key",
+    "interval_ledger_prefix",
     "lease_key",
     "manifests_prefix",
     "pack_key",
     "packs_prefix",
     "parse_generation_key",
+    "parse_interval_ledger_key",
     "parse_manifest_key",
     "parse_record_key",
     "parse_run_key",
@@ -67,6 +70,7 @@ DTYPES: dict[str, tuple[str, int]] = {
 _STEP_GENERATION = r"(?P<step>\d{12,})-g(?P<generation>\d{6,})"
 _MANIFEST = re.compile(rf"runs/[^/]+/manifests/{_STEP_GENERATION}\.json")
 _GENERATION = re.compile(r"runs/[^/]+/generations/(?P<number>\d{6,})(\.(?P<token>[0-9a-f]+))?\.json")
+_INTERVALS = re.compile(r"runs/[^/]+/ledger/intervals/(?P<number>\d{6,})\.json")
 _RECORD = re.compile(rf"runs/[^/]+/records/{_STEP_GENERATION}/rank-(?P<rank>\d+)-of-(?P<world>\d+)\.json")
 
 
@@ -162,6 +166,22 @@ def damage_prefix(run_id: str) -> str:
 def damage_key(run_id: str, ref: ManifestRef) -> str:
     """Marks a checkpoint that was found damaged: loads step over it until ``verify`` finds it whole again."""
     return f"{damage_prefix(run_id)}{ref}.json"
+
+
+def interval_ledger_prefix(run_id: str) -> str:
+    """Folder of the save intervals that each generation chose."""
+    return f"{run_prefix(run_id)}ledger/intervals/"
+
+
+def interval_ledger_key(run_id: str, number: int) -> str:
+    """Intervals that one generation chose, and why; written by its own launcher only."""
+    return f"{interval_ledger_prefix(run_id)}{number:06d}.json"
+
+
+def parse_interval_ledger_key(key: str) -> int | None:
+    """Read the generation from the key of its intervals."""
+    match = _INTERVALS.fullmatch(key)
+    return int(match["number"]) if match else None
 
 
 def parse_manifest_key(key: str) -> ManifestRef | None:

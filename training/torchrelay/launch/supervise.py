@@ -25,6 +25,7 @@ from torchrelay.config import TrainSpec, parse_spec, spec_to_dict
 from torchrelay.errors import ConfigError, ConflictError, FencedError, RetryableError, TorchrelayError
 from torchrelay.launch.classify import Cause
 from torchrelay.launch.gang import Gang, GangCommands
+from torchrelay.launch.ledger import IntervalLedger
 from torchrelay.relay import Outcome, read_status
 from torchrelay.state.request import GenerationRequest
 from torchrelay.store import open_store
@@ -203,23 +204,15 @@ def _run_claim(
     began: float,
 ) -> Outcome:
     spec, figures = request.spec, _Figures()
-    GenerationRequest(
-        run_id=spec.run.run_id,
-        generation=claim.generation,
-        begin_key=claim.begin_key,
-        store_url=store.url,
-        spec=spec_to_dict(spec),
-        stop_step=request.stop_step,
-        drain_s=spec.faults.drain_s,
-        upload_mib_s=spec.save.upload_mib_s,
-        courier_cores=spec.save.courier_cores,
-    ).write(folder)
-
+    _as_seen_by_processes(request, claim, store).write(folder)
+    ledger = None
+    if spec.save.auto:
+        ledger = IntervalLedger(store, spec.run.run_id, claim.generation, folder=folder, emit=emit)
     gang = Gang(
         spec=spec,
         generation=claim.generation,
         folder=folder,
-        on_event=lambda event: emit(figures.take(event)),
+        on_event=lambda event: None if ledger and ledger.take(event) else emit(figures.take(event)),
         tick=lambda: keeper.tick(),  # noqa: PLW0108 - the keeper is made after the gang it reports on
         stop_requested=stop_requested,
         commands=commands or GangCommands(),
@@ -236,6 +229,8 @@ def _run_claim(
         cause = gang.run()
     finally:
         keeper.close()
+        if ledger is not None:
+            ledger.close()
     stats = {**figures.stats(gang.first_step_s), "wall_s": round(time.monotonic() - began, 3)}
     outcome = _outcome(request, claim, store, folder, cause, last_step=gang.last_step, stats=stats)
     if cause.kind != "fenced":
@@ -243,6 +238,22 @@ def _run_claim(
     if outcome.kind not in _KEEP_FOLDER:
         shutil.rmtree(folder, ignore_errors=True)
     return outcome
+
+
+def _as_seen_by_processes(request: LaunchRequest, claim: GenerationClaim, store: ObjectStore) -> GenerationRequest:
+    spec = request.spec
+    return GenerationRequest(
+        run_id=spec.run.run_id,
+        generation=claim.generation,
+        begin_key=claim.begin_key,
+        store_url=store.url,
+        spec=spec_to_dict(spec),
+        stop_step=request.stop_step,
+        drain_s=spec.faults.drain_s,
+        upload_mib_s=spec.save.upload_mib_s,
+        courier_cores=spec.save.courier_cores,
+        partial_commits=spec.save.partial_commits,
+    )
 
 
 def _record_end(lease: Lease, outcome: Outcome, emit: Callable[[dict[str, Any]], None]) -> None:
