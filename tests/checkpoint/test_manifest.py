@@ -197,7 +197,7 @@ def test_shards_made_here_divide_everything() -> None:
 
 @pytest.mark.parametrize("allowed", [False, True])
 def test_a_dead_replica_costs_no_checkpoint_where_the_run_allows_it(allowed: bool) -> None:
-    """Rank 1 of 2 wrote nothing of the state and dies before its record: with leave, what is there is committed; without, and while it may come, not."""
+    """Rank 1 of 2 held nothing of its own and dies before its record: with leave, what is there is committed; without, or while it may come, not."""
     store = MemoryStore()
     new_run(store)
     whole = make_shards(_REF, world_size=1)[0]
