@@ -39,7 +39,7 @@ class IntervalMeter:
     """Feeds a tuner. ``stepped`` after each step, ``saved`` after each request of a save; both on the training thread of rank 0."""
 
     def __init__(self, tuner: IntervalTuner, *, now_s: float) -> None:
-        self._tuner, self._last_s = tuner, now_s
+        self._tuner, self._started_s, self._last_s = tuner, now_s, now_s
         self._plain: deque[float] = deque(maxlen=_RECENT)
         self._save: Save | None = None
         self._requested_s = 0.0
@@ -58,7 +58,8 @@ class IntervalMeter:
     def stepped(self, now_s: float, *, committed: int) -> bool:
         """Note the end of a step; true where a save was committed and ``decide`` has something new to think about."""
         took_s, self._last_s = now_s - self._last_s, now_s
-        self._tuner.observe_exposure(took_s)
+        if now_s - self._started_s > self._tuner.grace_s:
+            self._tuner.observe_exposure(took_s)
         save = self._save
         if save is None:
             self._plain.append(took_s)

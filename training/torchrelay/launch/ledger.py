@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from torchrelay.checkpoint.layout import interval_ledger_key, interval_ledger_prefix, parse_interval_ledger_key
@@ -88,8 +89,9 @@ class IntervalLedger:
                 return
             number, state = int(known["generation"]), dict(known["tuner"])
             recent = read_status(self._store, self._run_id).generations
+            grace_s = median(state["commits_s"] or [0.0])
             state["failures"] = int(state["failures"]) + sum(
-                number <= item.number < self._generation and _cost_progress(item) for item in recent
+                number <= item.number < self._generation and _counts(item, grace_s) for item in recent
             )
         except (TorchrelayError, KeyError, TypeError, ValueError) as error:
             message = f"what earlier generations learnt of the save interval cannot be used: {error}"
@@ -112,7 +114,13 @@ def read_interval_ledger(store: ObjectStore, run_id: str, *, before: int | None 
     return unseal("intervals", store.get(key), where=key)
 
 
-def _cost_progress(item: GenerationSummary) -> bool:
-    """Whether this generation ended by a failure that lost training; one that died without a word did."""
+def _counts(item: GenerationSummary, grace_s: float) -> bool:
+    """Whether this generation ended by a failure that a shorter interval could have made cheaper: it came after ``grace_s`` of training.
+
+    One that died without a word did so by a failure.
+    """
     outcome = item.outcome
-    return outcome is None or (outcome.kind not in FREE_KINDS and outcome.last_step > outcome.committed_step)
+    if outcome is None:
+        return True
+    trained_s = outcome.stats.get("wall_s", 0.0) - outcome.stats.get("first_step_s", float("inf"))
+    return outcome.kind not in FREE_KINDS and trained_s > grace_s
