@@ -1,7 +1,7 @@
 """Planning and committing with thousands of ranks: ``python -m benchmarks.scale [--quick]``.
 
-A model of 1,000 tensors of 256 MiB is divided over 1,024 ranks as FSDP2 divides it. One rank's CPU time is that of planning its shard, describing it to
-its courier, summing its cover and serialising its record: all that grows with tensors and ranks, without moving or hashing bytes. The leader
+A model of 1,000 tensors of 256 MiB is divided over 1,024 ranks as FSDP2 divides it. One rank's CPU time is that of planning its shard, describing it
+to its courier, summing its cover and serialising its record: all that grows with tensors and ranks, without moving or hashing bytes. The leader
 then commits what 10,000 such ranks wrote, in a store in memory, so that only its CPU time counts (writing their records first takes a minute).
 """
 
@@ -32,7 +32,9 @@ _SHAPE = (8192, 8192)
 def main() -> None:
     """Measure and report."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a tenth of the tensors, and of the ranks whose records are committed")
+    parser.add_argument(
+        "--quick", action="store_true", help="a tenth of the tensors, and of the ranks whose records are committed"
+    )
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     part = 10 if args.quick else 1
@@ -144,7 +146,7 @@ def _write_records(store: ObjectStore, tensors: dict[str, TensorMeta], world: in
             else None,
         )
         store.put(record.key, record.to_bytes())
-        store.put(f"runs/{_RUN}/packs/{rank:032x}.safetensors", b"pack")
+        store.put(f"runs/{_RUN}/packs/{ManifestRef(1, 1)}/{rank:032x}.safetensors", b"pack")
 
 
 if __name__ == "__main__":

@@ -41,12 +41,11 @@ def _own_keys(store: MemoryStore, kind: str) -> list[str]:
         return manifest.record_keys()
     from concurrent.futures import ThreadPoolExecutor
 
-    from torchrelay.checkpoint.layout import pack_key
     from torchrelay.checkpoint.reader import load_records
 
     with ThreadPoolExecutor(1) as executor:
         records = load_records(store, manifest, executor=executor)
-    return [pack_key(RUN, pack.digest) for record in records for pack in record.packs]
+    return [key for record in records for key in record.pack_keys()]
 
 
 @pytest.mark.parametrize("kind", ["manifest", "record", "pack"])
@@ -159,7 +158,7 @@ def test_bit_rot_in_a_pack_costs_one_generation_and_no_bit(tmp_path: Path) -> No
     store = FileStore(tmp_path / "store")
     newest = read_history(store, "rot").latest
     assert newest is not None
-    files = sorted((tmp_path / "store/runs/rot/packs").iterdir(), key=lambda path: path.stat().st_mtime_ns)
+    files = sorted((tmp_path / "store/runs/rot/packs").glob("*/*"), key=lambda path: path.stat().st_mtime_ns)
     data = bytearray(files[-1].read_bytes())
     data[-3] ^= 4
     files[-1].write_bytes(data)

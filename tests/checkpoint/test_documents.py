@@ -65,7 +65,7 @@ _RECORD = ShardRecord(
     ref=_REF,
     rank=0,
     world_size=1,
-    packs=(PackInfo("cd" * 16, 130),),
+    packs=(PackInfo("cd" * 16, 130), PackInfo("ce" * 16, 7, ManifestRef(2, 1))),
     boxes=(
         Box("model/w", (0, 0), (2, 3), (Chunk(0, 24, 0, 96, "ef" * 16),)),
         Box("scalar", (), (), (Chunk(0, 2, 0, 120, "01" * 16),)),

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from typing import Any
 
@@ -72,7 +72,7 @@ class Shard:
 class KnownChunks:
     """Chunks of this rank's last shard (or of the checkpoint the generation began at), and the pack each lies in.
 
-    Only these may be referenced: ``sweep`` relies on it (see docs/decisions/sweep.md).
+    Only these may be referenced: ``sweep`` relies on it.
     """
 
     places: dict[tuple[str, int], tuple[PackInfo, int]] = field(default_factory=dict)
@@ -86,8 +86,9 @@ class KnownChunks:
         """Return what these records name."""
         return cls(
             {
-                (chunk.digest, chunk.length): (record.packs[chunk.pack], chunk.offset)
+                (chunk.digest, chunk.length): (packs[chunk.pack], chunk.offset)
                 for record in records
+                for packs in [[replace(pack, home=pack.home or record.ref) for pack in record.packs]]
                 for box in record.boxes
                 for chunk in box.chunks
             }
@@ -106,7 +107,7 @@ def write_shard(
 
     ``known`` tells which chunks the store holds; packs it names are looked up before they are relied on. ``pace`` is called by the working threads
     before each piece of work, with "hash" or "put" and its bytes; it may wait. Repeating the call is harmless: packs are
-    named by their content. Raises what the store raises; nothing that was committed is touched.
+    named by checkpoint and content. Raises what the store raises; nothing that was committed is touched.
     """
 
     def hash_all(batch: list[Piece]) -> list[str]:
@@ -120,7 +121,7 @@ def write_shard(
     def write(group: list[int]) -> Pack:
         pack = build_pack([shard.pieces[i] for i in group], [digests[i] for i in group])
         pace("put", pack.info.size_bytes)
-        store.put(pack_key(shard.run_id, pack.info.digest), pack.parts)
+        store.put(pack_key(shard.run_id, shard.ref, pack.info.digest), pack.parts)
         return pack
 
     places: dict[tuple[str, int], tuple[PackInfo, int]] = dict(references)
@@ -138,6 +139,7 @@ def _record(
     chunks: list[list[Chunk]] = [[] for _ in shard.boxes]
     for piece, digest in zip(shard.pieces, digests, strict=True):
         info, offset = places[digest, len(piece.data)]
+        info = replace(info, home=None) if info.home == shard.ref else info
         number = packs.setdefault(info, len(packs))
         chunks[piece.box].append(Chunk(piece.start, len(piece.data), number, offset, digest))
     boxes = tuple(Box(*box, tuple(own)) for box, own in zip(shard.boxes, chunks, strict=True))
@@ -181,7 +183,7 @@ def _references(
 
 def _sizes(store: ObjectStore, run_id: str, packs: Sequence[PackInfo], executor: Executor) -> list[int | None]:
     """Size in the store of each pack; None if it is missing."""
-    keys = [pack_key(run_id, pack.digest) for pack in packs]
+    keys = [pack_key(run_id, pack.home, pack.digest) for pack in packs if pack.home]
     if len(keys) > _LOOKUPS:
         sizes = {item.key: item.size_bytes for item in store.list(packs_prefix(run_id)).objects}
         return [sizes.get(key) for key in keys]
@@ -268,7 +270,9 @@ def _look(store: ObjectStore, item: ObjectInfo) -> tuple[RecordSummary, int, Sha
 
 def _check_packs(store: ObjectStore, run_id: str, records: Iterable[RecordSummary]) -> None:
     """Prove that each pack is in the store with the size its writer recorded."""
-    wanted = {pack_key(run_id, pack.digest): pack.size_bytes for record in records for pack in record.packs}
+    wanted = {
+        key: pack.size_bytes for record in records for key, pack in zip(record.pack_keys(), record.packs, strict=True)
+    }
     sizes: dict[str, int] = {}
     if len(wanted) <= _LOOKUPS:
         for key in wanted:

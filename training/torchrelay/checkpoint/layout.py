@@ -29,6 +29,7 @@ __all__ = [
     "parse_generation_key",
     "parse_interval_ledger_key",
     "parse_manifest_key",
+    "parse_pack_key",
     "parse_record_key",
     "parse_run_key",
     "record_key",
@@ -71,6 +72,7 @@ _STEP_GENERATION = r"(?P<step>\d{12,})-g(?P<generation>\d{6,})"
 _MANIFEST = re.compile(rf"runs/[^/]+/manifests/{_STEP_GENERATION}\.json")
 _GENERATION = re.compile(r"runs/[^/]+/generations/(?P<number>\d{6,})(\.(?P<token>[0-9a-f]+))?\.json")
 _INTERVALS = re.compile(r"runs/[^/]+/ledger/intervals/(?P<number>\d{6,})\.json")
+_PACK = re.compile(rf"runs/[^/]+/packs/{_STEP_GENERATION}/[0-9a-f]{{32}}\.safetensors")
 _RECORD = re.compile(rf"runs/[^/]+/records/{_STEP_GENERATION}/rank-(?P<rank>\d+)-of-(?P<world>\d+)\.json")
 
 
@@ -133,14 +135,20 @@ def lease_key(run_id: str, number: int) -> str:
     return f"{run_prefix(run_id)}leases/{number:06d}.json"
 
 
-def packs_prefix(run_id: str) -> str:
-    """Folder of packs."""
-    return f"{run_prefix(run_id)}packs/"
+def packs_prefix(run_id: str, ref: ManifestRef | None = None) -> str:
+    """Folder of packs; of those that one checkpoint wrote, if given."""
+    return f"{run_prefix(run_id)}packs/" + (f"{ref}/" if ref else "")
 
 
-def pack_key(run_id: str, digest: str) -> str:
-    """A pack, named by the XXH3-128 of its bytes (hex)."""
-    return f"{packs_prefix(run_id)}{digest}.safetensors"
+def pack_key(run_id: str, home: ManifestRef, digest: str) -> str:
+    """A pack, named by its content (XXH3-128, hex) below the checkpoint that wrote it: no other checkpoint ever writes this key."""
+    return f"{packs_prefix(run_id, home)}{digest}.safetensors"
+
+
+def parse_pack_key(key: str) -> ManifestRef | None:
+    """Read from a pack's key which checkpoint wrote it."""
+    match = _PACK.fullmatch(key)
+    return ManifestRef(int(match["step"]), int(match["generation"])) if match else None
 
 
 def records_prefix(run_id: str, ref: ManifestRef | None = None) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchrelay.checkpoint.layout import DTYPES, ManifestRef, record_key
+from torchrelay.checkpoint.layout import DTYPES, ManifestRef, pack_key, record_key
 from torchrelay.checkpoint.sealed import seal, unseal, unseal_first
 from torchrelay.errors import CorruptionError
 from torchrelay.store.base import Buffer
@@ -71,10 +71,11 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class PackInfo:
-    """A pack: XXH3-128 of the object (hex) and its size."""
+    """A pack: the XXH3-128 that names it (hex), its size, and the checkpoint that wrote it (None: the one of the record it stands in)."""
 
     digest: str
     size_bytes: int
+    home: ManifestRef | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,6 +103,10 @@ class ShardRecord:
         """Where the record lies."""
         return record_key(self.run_id, self.ref, self.rank, self.world_size)
 
+    def pack_keys(self) -> list[str]:
+        """Where its packs lie, in order."""
+        return _pack_keys(self)
+
     def to_bytes(self) -> bytes:
         """Serialise, sealed: the summary as the document's body, then the detail on a line of its own."""
         detail = {
@@ -125,7 +130,10 @@ class ShardRecord:
             "generation": self.ref.generation,
             "rank": self.rank,
             "world_size": self.world_size,
-            "packs": [[pack.digest, pack.size_bytes] for pack in self.packs],
+            "packs": [
+                [pack.digest, pack.size_bytes, *((pack.home.step, pack.home.generation) if pack.home else ())]
+                for pack in self.packs
+            ],
             "cover": f"{self.cover:032x}",
             "needs_detail": self.head is not None or self.fragment is not None,
             "detail": [hashlib.sha256(line).hexdigest(), len(line)],
@@ -200,7 +208,7 @@ class RecordSummary:
                 ref=ManifestRef(int(body["step"]), int(body["generation"])),
                 rank=int(body["rank"]),
                 world_size=int(body["world_size"]),
-                packs=tuple(PackInfo(str(digest), int(size)) for digest, size in body["packs"]),
+                packs=tuple(_pack(*numbers) for numbers in body["packs"]),
                 cover=int(body["cover"], 16),
                 needs_detail=bool(body["needs_detail"]),
                 detail_sha256=str(detail_sha256),
@@ -215,6 +223,10 @@ class RecordSummary:
     def key(self) -> str:
         """Where the record lies."""
         return record_key(self.run_id, self.ref, self.rank, self.world_size)
+
+    def pack_keys(self) -> list[str]:
+        """Where its packs lie, in order."""
+        return _pack_keys(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,6 +329,16 @@ def _naturals(values: Iterable[Any]) -> tuple[int, ...]:
     if not all(type(number) is int and number >= 0 for number in numbers):
         raise ValueError(f"{numbers} are not all integers from 0 up")
     return numbers
+
+
+def _pack(digest: object, size: object, step: object = None, generation: object = None) -> PackInfo:
+    (size_bytes,) = _naturals([size])
+    home = None if step is None else ManifestRef(*_naturals([step, generation]))
+    return PackInfo(str(digest), size_bytes, home)
+
+
+def _pack_keys(record: ShardRecord | RecordSummary) -> list[str]:
+    return [pack_key(record.run_id, pack.home or record.ref, pack.digest) for pack in record.packs]
 
 
 def _chunk(numbers: Iterable[Any], digest: object) -> Chunk:

@@ -16,7 +16,7 @@ import xxhash
 
 from torchrelay.checkpoint.cover import check_cover
 from torchrelay.checkpoint.history import chain, read_history
-from torchrelay.checkpoint.layout import ManifestRef, damage_key, pack_key, record_key
+from torchrelay.checkpoint.layout import ManifestRef, damage_key, record_key
 from torchrelay.checkpoint.manifest import Chunk, Manifest, RecordSummary, ShardRecord
 from torchrelay.checkpoint.pack import problem_of_pack
 from torchrelay.checkpoint.sealed import seal
@@ -101,7 +101,7 @@ def verify_checkpoint(store: ObjectStore, run_id: str, ref: ManifestRef) -> tupl
 def _verify_pack(store: ObjectStore, record: ShardRecord, number: int) -> int:
     """Hash a whole pack, then compare the chunks the record has in it; returns its size."""
     info = record.packs[number]
-    key = pack_key(record.run_id, info.digest)
+    key = record.pack_keys()[number]
     chunks = [chunk for box in record.boxes for chunk in box.chunks if chunk.pack == number]
     problem = ""
     for _ in range(2):

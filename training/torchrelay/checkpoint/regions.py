@@ -15,7 +15,7 @@ from typing import Protocol
 
 import numpy as np
 
-from torchrelay.checkpoint.layout import DTYPES, pack_key
+from torchrelay.checkpoint.layout import DTYPES
 from torchrelay.checkpoint.manifest import Box, Chunk, Manifest, ShardRecord
 from torchrelay.checkpoint.pack import digest_of
 from torchrelay.checkpoint.reader import load_record
@@ -270,6 +270,7 @@ def _intersection(
 def _coalesce(record: ShardRecord, wanted: Sequence[tuple[Chunk, list[_Place]]]) -> list[Fetch]:
     """Join chunks that lie side by side in a pack into one GET."""
     fetches: list[Fetch] = []
+    keys = record.pack_keys()
     last: Chunk | None = None
     for chunk, places in sorted(wanted, key=lambda pair: (pair[0].pack, pair[0].offset)):
         fetch = fetches[-1] if fetches else None
@@ -277,8 +278,7 @@ def _coalesce(record: ShardRecord, wanted: Sequence[tuple[Chunk, list[_Place]]])
             fetch.length += chunk.length
             fetch.chunks.append((chunk, places))
         else:
-            key = pack_key(record.run_id, record.packs[chunk.pack].digest)
-            fetches.append(Fetch(key, chunk.offset, chunk.length, [(chunk, places)]))
+            fetches.append(Fetch(keys[chunk.pack], chunk.offset, chunk.length, [(chunk, places)]))
         last = chunk
     return fetches
 
