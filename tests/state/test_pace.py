@@ -15,8 +15,8 @@ from torchrelay.state.pace import Pace
 
 def test_bytes_are_held_back_to_their_cap() -> None:
     """The first piece goes at once, each later one when the ones before have had their time."""
-    pace = Pace(bytes_per_s=1000.0)
     began = time.monotonic()
+    pace = Pace(bytes_per_s=1000.0)
     for _ in range(5):
         pace.send(100)
     assert time.monotonic() - began >= 0.4
@@ -24,8 +24,8 @@ def test_bytes_are_held_back_to_their_cap() -> None:
 
 def test_processor_time_is_held_back_to_its_share() -> None:
     """After a burst of work a thread waits until the share is kept again."""
-    pace = Pace(cores=0.25)
-    began, burnt = time.monotonic(), time.process_time()
+    began = time.monotonic()
+    pace, burnt = Pace(cores=0.25), time.process_time()
     while time.process_time() - burnt < 0.1:
         pass
     pace.work()
