@@ -25,9 +25,11 @@ from torchrelay.errors import ConfigError
 __all__ = [
     "DEFAULT_JOB",
     "FaultSpec",
+    "KeepSpec",
     "RunSpec",
     "SaveSpec",
     "TrainSpec",
+    "UpkeepSpec",
     "WorldSpec",
     "load_spec",
     "parse_spec",
@@ -182,6 +184,50 @@ class SaveSpec:
     def bound_steps(self, interval_steps: int) -> int:
         """Uncommitted steps at which training waits for the store, while it saves every ``interval_steps``."""
         return self.loss_bound_steps or 4 * interval_steps
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeepSpec:
+    """Which checkpoints are kept. Besides these always: the newest, the one the newest generation began at, and pinned ones."""
+
+    __pydantic_config__: ClassVar[Mapping[str, str]] = _FORM
+
+    newest: int = field(
+        default=3, metadata=_f(1, "So many of the newest verified checkpoints, and all that is newer than they.")
+    )
+    every_steps: int = field(default=0, metadata=_f(2, "Those at multiples of so many steps, for ever; 0 = none."))
+    ladder_hours: float = field(
+        default=24.0,
+        metadata=_f(3, "A ladder back in time: each next one at most twice as old as the one before; 0 = none."),
+    )
+
+    def __post_init__(self) -> None:
+        _require(self.newest >= 1, "newest must be at least 1: a run without a verified checkpoint cannot step back")
+        _require(self.every_steps >= 0, "every_steps must not be negative")
+        _require(self.ladder_hours >= 0, "ladder_hours must not be negative")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UpkeepSpec:
+    """One round of care of the store; the single parameter of the ``upkeep`` flow."""
+
+    __pydantic_config__: ClassVar[Mapping[str, str]] = _FORM
+
+    runs: list[str] = field(default_factory=list, metadata=_f(1, "Names of the runs; none: all of the store."))
+    keep: KeepSpec = field(default_factory=KeepSpec, metadata=_f(2, "Which checkpoints are kept."))
+    verify_at_most: int = field(
+        default=8, metadata=_f(3, "Checkpoints of each run that are read back in this round, newest first.")
+    )
+    grace_hours: float = field(
+        default=24.0, metadata=_f(4, "What counts for nobody is deleted when it is older than this.")
+    )
+    dry_run: bool = field(default=False, metadata=_f(5, "Say what would be forgotten and deleted, and do neither."))
+    store: str = field(default="", metadata=_f(6, "Object store. Empty: TORCHRELAY_STORE of the machine that runs it."))
+
+    def __post_init__(self) -> None:
+        _require(self.verify_at_most >= 0, "verify_at_most must not be negative")
+        _require(self.grace_hours >= 0, "grace_hours must not be negative")
+        _require("@" not in self.store, "store must not contain credentials; they come from the environment")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

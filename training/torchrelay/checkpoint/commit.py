@@ -33,6 +33,7 @@ from torchrelay.checkpoint.manifest import (
     TensorMeta,
     assemble_manifest,
 )
+from torchrelay.checkpoint.marks import list_forgotten
 from torchrelay.checkpoint.pack import Pack, Piece, build_pack, digest_of, group_pieces
 from torchrelay.errors import CorruptionError, NotFoundError
 from torchrelay.store.base import ObjectInfo, ObjectStore
@@ -300,7 +301,8 @@ def finish_pending(store: ObjectStore, run_id: str, history: History) -> Manifes
         for item in store.list(records_prefix(run_id), after=after).objects
         if (parsed := parse_record_key(item.key)) and parsed[0].generation == history.newest.number
     }
-    for ref in sorted(refs - history.damaged, reverse=True):
+    # What was forgotten once may be swept at any time: it does not come back.
+    for ref in sorted(refs - history.damaged - list_forgotten(store, run_id), reverse=True):
         try:
             if commit_manifest(store, run_id, ref, partial=True):
                 return ref

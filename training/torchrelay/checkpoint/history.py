@@ -19,6 +19,7 @@ from torchrelay.checkpoint.layout import (
     manifests_prefix,
     parse_generation_key,
     parse_manifest_key,
+    parse_mark_key,
 )
 from torchrelay.checkpoint.sealed import seal, unseal
 from torchrelay.errors import CorruptionError, FencedError
@@ -137,7 +138,7 @@ def next_number(generations: Iterable[int], manifests: Iterable[ManifestRef]) ->
 def read_history(store: ObjectStore, run_id: str) -> History:
     """Read the run's history: three listings and one object, whatever the number of generations and checkpoints."""
     manifests = [ref for key in _keys(store, manifests_prefix(run_id)) if (ref := parse_manifest_key(key))]
-    damaged = frozenset(ref for key in _keys(store, damage_prefix(run_id)) if (ref := _parse_damage(run_id, key)))
+    damaged = frozenset(mark[1] for key in _keys(store, damage_prefix(run_id)) if (mark := parse_mark_key(key)))
     names = sorted(name for key in _keys(store, generations_prefix(run_id)) if (name := parse_generation_key(key)))
     unreadable = []
     newest = None
@@ -166,7 +167,3 @@ def check_fence(store: ObjectStore, run_id: str, number: int) -> None:
 
 def _keys(store: ObjectStore, prefix: str) -> list[str]:
     return [item.key for item in store.list(prefix).objects]
-
-
-def _parse_damage(run_id: str, key: str) -> ManifestRef | None:
-    return parse_manifest_key(key.replace(damage_prefix(run_id), manifests_prefix(run_id), 1))

@@ -81,9 +81,9 @@ def expected_goodput(interval_s: float, *, cost_s: float, commit_s: float, down_
     return interval_s * math.exp(-late_s / mtbf_s) / math.expm1(cycles) / (mtbf_s + down_s)
 
 
-def ladder_base_s(decision: Decision) -> float:
-    """Return the smallest age class of the retention ladder: a few intervals, so that each class can hold a checkpoint."""
-    return _LADDER_INTERVALS * decision.interval_s
+def ladder_base_s(interval_s: float) -> float:
+    """Return where the retention ladder begins: at a few intervals, because what is younger is kept anyway."""
+    return _LADDER_INTERVALS * interval_s
 
 
 class IntervalTuner:

@@ -17,6 +17,8 @@ __all__ = [
     "ManifestRef",
     "damage_key",
     "damage_prefix",
+    "forgotten_key",
+    "forgotten_prefix",
     "generation_key",
     "generations_prefix",
     "index_prefix",
@@ -28,14 +30,20 @@ __all__ = [
     "packs_prefix",
     "parse_generation_key",
     "parse_interval_ledger_key",
+    "parse_lease_key",
     "parse_manifest_key",
+    "parse_mark_key",
     "parse_pack_key",
     "parse_record_key",
     "parse_run_key",
+    "pin_key",
+    "pins_prefix",
     "record_key",
     "records_prefix",
     "run_key",
     "run_prefix",
+    "verified_key",
+    "verified_prefix",
 ]
 
 CHUNK_BYTES = 4 * 2**20
@@ -72,6 +80,10 @@ _STEP_GENERATION = r"(?P<step>\d{12,})-g(?P<generation>\d{6,})"
 _MANIFEST = re.compile(rf"runs/[^/]+/manifests/{_STEP_GENERATION}\.json")
 _GENERATION = re.compile(r"runs/[^/]+/generations/(?P<number>\d{6,})(\.(?P<token>[0-9a-f]+))?\.json")
 _INTERVALS = re.compile(r"runs/[^/]+/ledger/intervals/(?P<number>\d{6,})\.json")
+_LEASE = re.compile(r"runs/[^/]+/leases/(?P<number>\d{6,})\.json")
+_MARK = re.compile(
+    rf"runs/[^/]+/(?P<folder>verdicts/damaged|verdicts/verified|pins|forgotten)/{_STEP_GENERATION}\.json"
+)
 _PACK = re.compile(rf"runs/[^/]+/packs/{_STEP_GENERATION}/[0-9a-f]{{32}}\.safetensors")
 _RECORD = re.compile(rf"runs/[^/]+/records/{_STEP_GENERATION}/rank-(?P<rank>\d+)-of-(?P<world>\d+)\.json")
 
@@ -176,6 +188,36 @@ def damage_key(run_id: str, ref: ManifestRef) -> str:
     return f"{damage_prefix(run_id)}{ref}.json"
 
 
+def verified_prefix(run_id: str) -> str:
+    """Folder of marks of verification."""
+    return f"{run_prefix(run_id)}verdicts/verified/"
+
+
+def verified_key(run_id: str, ref: ManifestRef) -> str:
+    """Marks a checkpoint of which every byte was read back and checked."""
+    return f"{verified_prefix(run_id)}{ref}.json"
+
+
+def pins_prefix(run_id: str) -> str:
+    """Folder of pins."""
+    return f"{run_prefix(run_id)}pins/"
+
+
+def pin_key(run_id: str, ref: ManifestRef) -> str:
+    """Marks a checkpoint that a person wants to keep."""
+    return f"{pins_prefix(run_id)}{ref}.json"
+
+
+def forgotten_prefix(run_id: str) -> str:
+    """Folder of what is left of forgotten checkpoints."""
+    return f"{run_prefix(run_id)}forgotten/"
+
+
+def forgotten_key(run_id: str, ref: ManifestRef) -> str:
+    """What is left of a forgotten checkpoint: the losses that its manifest kept, and why it went."""
+    return f"{forgotten_prefix(run_id)}{ref}.json"
+
+
 def interval_ledger_prefix(run_id: str) -> str:
     """Folder of the save intervals that each generation chose."""
     return f"{run_prefix(run_id)}ledger/intervals/"
@@ -196,6 +238,18 @@ def parse_manifest_key(key: str) -> ManifestRef | None:
     """Read step and generation from a manifest's key."""
     match = _MANIFEST.fullmatch(key)
     return ManifestRef(int(match["step"]), int(match["generation"])) if match else None
+
+
+def parse_mark_key(key: str) -> tuple[str, ManifestRef] | None:
+    """Read from the key of a mark its folder (``verdicts/damaged``, ``verdicts/verified``, ``pins`` or ``forgotten``) and the checkpoint."""
+    match = _MARK.fullmatch(key)
+    return (match["folder"], ManifestRef(int(match["step"]), int(match["generation"]))) if match else None
+
+
+def parse_lease_key(key: str) -> int | None:
+    """Read the generation from a lease's key."""
+    match = _LEASE.fullmatch(key)
+    return int(match["number"]) if match else None
 
 
 def parse_generation_key(key: str) -> GenerationKey | None:

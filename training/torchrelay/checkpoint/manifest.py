@@ -270,7 +270,11 @@ class Manifest:
 
     def record_keys(self) -> list[str]:
         """Keys of the shard records there are, in rank order."""
-        return [record_key(self.run_id, self.ref, record.rank, self.world_size) for record in self.records]
+        return [self.record_key(record.rank) for record in self.records]
+
+    def record_key(self, rank: int) -> str:
+        """Key of one rank's record."""
+        return record_key(self.run_id, self.ref, rank, self.world_size)
 
     def head(self) -> dict[str, Any]:
         """The body without the records, as it travels in rank 0's shard record."""

@@ -18,6 +18,14 @@ from torchrelay.checkpoint.cover import check_cover
 from torchrelay.checkpoint.history import chain, read_history
 from torchrelay.checkpoint.layout import ManifestRef, damage_key, record_key
 from torchrelay.checkpoint.manifest import Chunk, Manifest, RecordSummary, ShardRecord
+from torchrelay.checkpoint.marks import (
+    clear_verified,
+    list_forgotten,
+    list_pins,
+    list_verified,
+    mark_verified,
+    read_forgotten,
+)
 from torchrelay.checkpoint.pack import problem_of_pack
 from torchrelay.checkpoint.sealed import seal
 from torchrelay.errors import CorruptionError, NotFoundError
@@ -32,6 +40,7 @@ __all__ = [
     "load_records",
     "loss_trace",
     "mark_damaged",
+    "verify_and_mark",
     "verify_checkpoint",
 ]
 
@@ -45,6 +54,8 @@ class CheckpointRow:
     ref: ManifestRef
     damaged: bool
     manifest: Manifest | None
+    verified: bool = False
+    pinned: bool = False
 
     @property
     def size_bytes(self) -> int:
@@ -122,6 +133,23 @@ def _problem_of_chunks(data: memoryview, chunks: Sequence[Chunk]) -> str:
     return ""
 
 
+def verify_and_mark(store: ObjectStore, run_id: str, ref: ManifestRef) -> int:
+    """Verify a checkpoint and note the result: the mark of damage or of verification is set, the other one removed; returns the bytes read.
+
+    Raises CorruptionError after marking it damaged, and NotFoundError if it was forgotten meanwhile.
+    """
+    try:
+        _, size = verify_checkpoint(store, run_id, ref)
+    except CorruptionError as error:
+        store.get(ref.key(run_id))  # forgotten and swept while it was read: that is no damage
+        clear_verified(store, run_id, ref)
+        mark_damaged(store, run_id, ref, str(error))
+        raise
+    mark_verified(store, run_id, ref, size_bytes=size)
+    clear_damage(store, run_id, ref)
+    return size
+
+
 def mark_damaged(store: ObjectStore, run_id: str, ref: ManifestRef, reason: str) -> None:
     """Mark a checkpoint so that loads step over it. It stays in the store, as evidence and for a second look."""
     store.put(damage_key(run_id, ref), seal("damage", {"reason": reason, "found_s": time.time()}))
@@ -135,25 +163,32 @@ def clear_damage(store: ObjectStore, run_id: str, ref: ManifestRef) -> None:
 def list_checkpoints(store: ObjectStore, run_id: str) -> list[CheckpointRow]:
     """Return the checkpoints on the run's line, oldest first, damaged ones included."""
     history = read_history(store, run_id)
+    verified, pins = list_verified(store, run_id), list_pins(store, run_id)
     rows = []
     for ref in sorted({*history.line, *history.damaged}):
         try:
             manifest: Manifest | None = load_manifest(store, run_id, ref)
         except (CorruptionError, NotFoundError):
             manifest = None
-        rows.append(CheckpointRow(ref=ref, damaged=ref in history.damaged or manifest is None, manifest=manifest))
+        damaged = ref in history.damaged or manifest is None
+        rows.append(
+            CheckpointRow(ref=ref, damaged=damaged, manifest=manifest, verified=ref in verified, pinned=ref in pins)
+        )
     return rows
 
 
 def loss_trace(store: ObjectStore, run_id: str) -> list[tuple[int, float | None]]:
     """Return (step, global mean loss) of every committed step on the run's line: replayed steps appear once, uncommitted ones not at all.
 
-    A damaged checkpoint that later ones build upon is on the line; one that the run stepped back over is not.
+    A damaged checkpoint that later ones build upon is on the line; one that the run stepped back over is not. A forgotten one has left its losses.
     """
     newest = read_history(store, run_id).newest
     rows = {row.ref: row.manifest for row in list_checkpoints(store, run_id)}
+    forgotten = list_forgotten(store, run_id) - rows.keys()
     points: dict[int, float | None] = {}
-    for ref in chain(newest, rows):
-        if manifest := rows[ref]:
+    for ref in chain(newest, [*rows, *forgotten]):
+        if manifest := rows.get(ref):
             points.update(manifest.trace)
+        elif ref in forgotten and (left := read_forgotten(store, run_id, ref)):
+            points.update(left["trace"])
     return sorted(points.items())

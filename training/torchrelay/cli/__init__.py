@@ -13,7 +13,7 @@ from torchrelay.errors import TorchrelayError
 
 __all__ = ["main"]
 
-_MODULES = ("stack", "train", "inspect", "export", "doctor", "demo")
+_MODULES = ("stack", "train", "inspect", "care", "export", "doctor", "demo")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -12,11 +12,9 @@ from torchrelay.checkpoint.history import read_history
 from torchrelay.checkpoint.layout import ManifestRef
 from torchrelay.checkpoint.reader import (
     CheckpointRow,
-    clear_damage,
     list_checkpoints,
     loss_trace,
-    mark_damaged,
-    verify_checkpoint,
+    verify_and_mark,
 )
 from torchrelay.cli.console import print_table, say, settings
 from torchrelay.config import parse_spec
@@ -25,28 +23,28 @@ from torchrelay.relay import GenerationSummary, read_status
 from torchrelay.store import open_store
 from torchrelay.store.base import ObjectStore
 
-__all__ = ["add_parsers", "add_run_arguments", "choose_checkpoint", "open_run_of"]
+__all__ = ["add_json", "add_parsers", "add_run_arguments", "choose_checkpoint", "open_run_of"]
 
 
 def add_parsers(subparsers: Any) -> None:
     """Add the commands."""
     parser = subparsers.add_parser("runs", help="list the runs of the store")
     parser.add_argument("--store", default="", metavar="URL", help="store to look at")
-    _add_json(parser)
+    add_json(parser)
     parser.set_defaults(handler=_runs)
     parser = subparsers.add_parser("show", help="show a run: what it is, where it stands, what happened to it")
     add_run_arguments(parser)
-    _add_json(parser)
+    add_json(parser)
     parser.set_defaults(handler=_show)
     parser = subparsers.add_parser("checkpoints", help="list the checkpoints on a run's line")
     add_run_arguments(parser)
-    _add_json(parser)
+    add_json(parser)
     parser.set_defaults(handler=_checkpoints)
     parser = subparsers.add_parser(
         "verify",
         help="read every byte of a run's checkpoints back and check it",
         description="Read every byte of a run's checkpoints back and check it. What is damaged is marked, so that loads step over it; what was "
-        "marked and is whole is unmarked. Exit code 65 if there is damage.",
+        "marked and is whole is unmarked, and noted as verified. Exit code 65 if there is damage.",
     )
     add_run_arguments(parser)
     parser.add_argument("--step", type=int, help="only the checkpoint of this step")
@@ -85,7 +83,8 @@ def choose_checkpoint(store: ObjectStore, run_id: str, step: int | None) -> Mani
     )
 
 
-def _add_json(parser: argparse.ArgumentParser) -> None:
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Add --json."""
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
 
 
@@ -199,7 +198,7 @@ def _checkpoint(row: CheckpointRow) -> dict[str, object]:
         "MiB": round(row.size_bytes / 2**20, 2),
         "loss": round(loss, 4) if loss is not None else "",
         "ledger": str(manifest.data.get("ledger", ""))[:12] if manifest else "",
-        "state": "damaged" if row.damaged else "committed",
+        "state": ("damaged" if row.damaged else "verified" if row.verified else "committed") + ", pinned" * row.pinned,
     }
 
 
@@ -208,22 +207,19 @@ def _verify(args: argparse.Namespace) -> int:
     rows = [row for row in list_checkpoints(store, args.run) if args.step is None or row.ref.step == args.step]
     if not rows:
         choose_checkpoint(store, args.run, args.step)  # raises, naming what there is
-    marked = read_history(store, args.run).damaged
     bad = 0
     for row in rows:
         began = time.monotonic()
         try:
-            _, size = verify_checkpoint(store, args.run, row.ref)
+            size = verify_and_mark(store, args.run, row.ref)
         except CorruptionError as error:
             bad += 1
-            if row.ref not in marked:
-                mark_damaged(store, args.run, row.ref, str(error))
             say(f"step {row.ref.step}: DAMAGED, loads step over it: {error}")
             continue
-        note = ""
-        if row.ref in marked:
-            clear_damage(store, args.run, row.ref)
-            note = "; it was marked as damaged, the mark is removed"
+        except NotFoundError:
+            say(f"step {row.ref.step}: forgotten while it was read")
+            continue
+        note = "; it was marked as damaged, the mark is removed" if row.damaged else ""
         say(f"step {row.ref.step}: whole ({size / 2**20:.1f} MiB in {time.monotonic() - began:.1f} s){note}")
     say(f"{len(rows) - bad} of {len(rows)} checkpoints are whole")
     return CorruptionError.exit_code if bad else 0
