@@ -21,6 +21,8 @@ PUBLIC = [
     "JobContext",
     "ObjectStore",
     "PendingCheckpoint",
+    "RelayReader",
+    "RelayWriter",
     "Restored",
     "RunSpec",
     "SaveSpec",

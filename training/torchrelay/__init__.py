@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torchrelay.jobs.job import Job, JobContext
     from torchrelay.state.capture import TrainingState
     from torchrelay.state.checkpointer import Checkpointer, PendingCheckpoint, Restored
+    from torchrelay.state.dcp import RelayReader, RelayWriter
     from torchrelay.store import open_store
     from torchrelay.store.base import ObjectStore
 
@@ -29,6 +30,8 @@ _HOMES = {
     "JobContext": "torchrelay.jobs.job",
     "ObjectStore": "torchrelay.store.base",
     "PendingCheckpoint": "torchrelay.state.checkpointer",
+    "RelayReader": "torchrelay.state.dcp_reader",
+    "RelayWriter": "torchrelay.state.dcp",
     "Restored": "torchrelay.state.checkpointer",
     "RunSpec": "torchrelay.config",
     "SaveSpec": "torchrelay.config",
@@ -50,6 +53,8 @@ __all__ = [
     "JobContext",
     "ObjectStore",
     "PendingCheckpoint",
+    "RelayReader",
+    "RelayWriter",
     "Restored",
     "RunSpec",
     "SaveSpec",

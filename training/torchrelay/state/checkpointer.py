@@ -235,9 +235,11 @@ class Checkpointer:
         """Give this rank its own state and RNG back, or derive the RNG where there is none to give; returns what a person should know."""
         session = self._session
         if manifest.world_size == session.world_size:
+            lacking = "the checkpoint holds no RNG (imported, or saved by torch.distributed.checkpoint)"
             try:
-                self._state.load_local(load_record(store, manifest, session.rank).local)
-                return []
+                if (local := load_record(store, manifest, session.rank).local) is not None:
+                    self._state.load_local(local)
+                    return []
             except NotFoundError as error:
                 lacking = str(error)
         else:

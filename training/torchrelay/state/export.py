@@ -1,4 +1,6 @@
-"""A whole checkpoint as one file of ``torch.save``: ``python -m torchrelay.state.export RUN CHECKPOINT FILE`` (store from the environment).
+"""A whole checkpoint as one file of ``torch.save``, or as a folder of torch.distributed.checkpoint.
+
+``python -m torchrelay.state.export RUN CHECKPOINT OUTPUT torch|dcp [COMPONENT]`` (store from the environment).
 
 A process of its own, started by ``torchrelay export``, because the command line never loads torch.
 """
@@ -17,7 +19,8 @@ from torchrelay.checkpoint.layout import ManifestRef
 from torchrelay.checkpoint.reader import load_manifest
 from torchrelay.checkpoint.regions import read_tensors
 from torchrelay.checkpoint.typed import decode
-from torchrelay.errors import TorchrelayError
+from torchrelay.errors import NotFoundError, TorchrelayError
+from torchrelay.state.dcp_folder import write_folder
 from torchrelay.store import open_store
 from torchrelay.store.base import ObjectStore
 
@@ -39,12 +42,15 @@ def load_state(store: ObjectStore, run_id: str, ref: ManifestRef) -> dict[str, A
     return {"run_id": run_id, "step": ref.step, "state": state, "data": manifest.data}
 
 
-def _main(run_id: str, name: str, output: str) -> int:
+def _main(run_id: str, name: str, output: str, kind: str, component: str = "") -> int:
     match = re.fullmatch(r"(\d+)-g(\d+)", name)
     if match is None:
         raise SystemExit(f"{name} names no checkpoint")
     try:
         state = load_state(open_store(), run_id, ManifestRef(int(match[1]), int(match[2])))
+        if kind == "dcp":
+            write_folder(_component(state["state"], component) if component else state["state"], Path(output))
+            return 0
         with new_file(Path(output)) as file:
             torch.save(state, file)
     except TorchrelayError as error:
@@ -53,5 +59,11 @@ def _main(run_id: str, name: str, output: str) -> int:
     return 0
 
 
+def _component(state: dict[str, Any], name: str) -> dict[str, Any]:
+    if not isinstance(state.get(name), dict):
+        raise NotFoundError(f"the checkpoint has no component {name!r}", hint=f"it has: {', '.join(sorted(state))}")
+    return dict(state[name])
+
+
 if __name__ == "__main__":
-    sys.exit(_main(*sys.argv[1:4]))
+    sys.exit(_main(*sys.argv[1:]))

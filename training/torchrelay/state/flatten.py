@@ -13,7 +13,7 @@ from torchrelay.errors import UnserialisableError
 from torchrelay.state.parts import PartTable, is_dtensor, local_tensor
 from torchrelay.state.shards import Part
 
-__all__ = ["Flattener", "encode_tree"]
+__all__ = ["Flattener", "encode_tree", "with_indices"]
 
 
 class Flattener:
@@ -65,6 +65,18 @@ def encode_tree(flat: Flattener, tree: Any, name: str, *, own: bool = False) -> 
         return encode(flat.name_tensors(tree, name, own=own), name)
     except RecursionError:
         raise UnserialisableError(f"the state of {name} contains itself, or is nested too deeply") from None
+
+
+def with_indices(tree: Any) -> Any:
+    """Give optimizers in a tree the integer keys of their ``state`` back, which the flat names of torch.distributed.checkpoint make strings."""
+    if type(tree) is not dict:
+        return tree
+    state, groups = tree.get("state"), tree.get("param_groups")
+    if type(state) is dict and state and type(groups) is list:
+        known = {item for group in groups if isinstance(group, dict) for item in group.get("params", ())}
+        if all(type(key) is str and key.isdecimal() and int(key) in known for key in state):
+            return {**tree, "state": {int(key): item for key, item in state.items()}}
+    return {key: with_indices(item) for key, item in tree.items()}
 
 
 def _check_storable(tensor: torch.Tensor, path: str) -> None:

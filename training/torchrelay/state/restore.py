@@ -6,7 +6,6 @@ The tensors of modules are filled in place. Optimizer state is made like its par
 
 from __future__ import annotations
 
-import ctypes
 from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -20,6 +19,7 @@ from torchrelay.checkpoint.regions import Region
 from torchrelay.checkpoint.typed import TensorRef, decode
 from torchrelay.state.capture import TrainingState
 from torchrelay.state.parts import PartTable, as_zero, is_dtensor, local_tensor
+from torchrelay.state.pieces import bytes_of
 
 __all__ = ["Targets"]
 
@@ -52,7 +52,7 @@ class Targets:
                     name,
                     part.corner,
                     part.extent,
-                    _bytes_of(memory),
+                    bytes_of(memory),
                     shared=name not in self._own and not is_dtensor(tensor),
                 )
             )
@@ -86,8 +86,11 @@ class Targets:
         params = [param for group in optimizer.param_groups for param in group["params"]]
         zero = as_zero(optimizer)
         tree = decode(node, TensorRef)
+        # Parameters are known by place, or by name where torch.distributed.checkpoint's state dicts were saved: the groups list them in order.
+        stored = [key for group in tree["param_groups"] for key in group["params"]]
+        live = dict(zip(stored, params, strict=False))
         for index, state in list(tree.get("state", {}).items()):
-            param = params[index] if isinstance(index, int) and index < len(params) else None
+            param = live.get(index)
             if zero is not None and param is not None and zero._param_to_rank[param] != zero.rank:
                 tree["state"][index] = None  # another rank's: not read here
                 continue
@@ -130,9 +133,3 @@ def _like(meta: TensorMeta, param: torch.Tensor | None) -> torch.Tensor:
     return DTensor.from_local(
         local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
     )
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Writable bytes of a contiguous tensor in host memory, of any element type. The caller keeps the tensor."""
-    size = tensor.numel() * tensor.element_size()
-    return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())).cast("B")
