@@ -105,6 +105,7 @@ class Checkpointer:
         self._describer = Describer(state, self._table)
         self._pending: PendingCheckpoint | None = None
         self._open: dict[int, PendingCheckpoint] = {}  # saves whose end is not known yet
+        self._uncommitted = 0  # newest step that is written but not committed
         self._fenced: FencedError | None = None
         self._committed_step = self._session.request.begin.step if self._session.request.begin else 0
         self._work: queue.SimpleQueue[_Snapshot | Captured | None] = queue.SimpleQueue()
@@ -348,12 +349,23 @@ class Checkpointer:
             _LOG.debug("step=%d the snapshot failed", pending.step, exc_info=True)
         pending.stall_s += time.monotonic() - began
 
+    def _tell_link(self, kind: str, step: int, pending: PendingCheckpoint | None) -> None:
+        """Say what need not be handed to a new courier again, and what it should still commit."""
+        if self._link is None:
+            return
+        if kind in ("written", "fenced") and self._pending in (pending, None):
+            self._link.done()
+        if kind == "written" and self._session.rank == 0:
+            self._uncommitted = max(self._uncommitted, step)
+        elif kind == "fenced" or (kind in ("committed", "abandoned") and step >= self._uncommitted):
+            self._uncommitted = 0
+        self._link.expect_commit(self._uncommitted or None)
+
     def _heard(self, message: dict[str, Any]) -> None:
         """Take a report of the courier (on the link's thread)."""
         kind, step = message["type"], message["step"]
         pending = self._open.get(step)
-        if kind in ("written", "fenced") and self._link is not None and self._pending in (pending, None):
-            self._link.done()
+        self._tell_link(kind, step, pending)
         if kind == "committed":
             self._committed_step = max(self._committed_step, step)
             for older in [number for number in self._open if number < step]:

@@ -131,6 +131,9 @@ class Courier:
             elif message["type"] == "staged":
                 self._staged = message
                 self._changed.notify_all()
+            elif message["type"] == "commit":  # the courier before this one wrote it and died
+                self._to_commit.append(ManifestRef(message["step"], self._request.generation))
+                self._changed.notify_all()
 
     def _is_done(self, *, orphaned: bool) -> bool:
         with self._changed:

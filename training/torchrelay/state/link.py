@@ -1,7 +1,8 @@
 """The rank's end of the wire to its courier.
 
 A background thread connects, listens and, when the courier has died and been started again, reconnects and hands over the snapshot in
-flight once more: the staged bytes are still in shared memory, so a courier's death costs nothing. Never touches torch or the store.
+flight once more: the staged bytes are still in shared memory, so a courier's death costs nothing. What was written but not yet committed
+it is asked to commit. Never touches torch or the store.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class CourierLink:
         self._connection: socket.socket | None = None
         self._area: tuple[int, dict[str, Any]] | None = None
         self._in_flight: dict[str, Any] | None = None
+        self._uncommitted: int | None = None
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="courier-link", daemon=True)
         self._thread.start()
@@ -54,6 +56,11 @@ class CourierLink:
         """The courier has written the snapshot in flight (or refused it for good)."""
         with self._lock:
             self._in_flight = None
+
+    def expect_commit(self, step: int | None) -> None:
+        """This step is written and should be committed next, by whatever courier is there; None: nothing is expected."""
+        with self._lock:
+            self._uncommitted = step
 
     def close(self) -> None:
         """Say goodbye: the courier finishes what it has and exits by itself."""
@@ -95,6 +102,8 @@ class CourierLink:
                 self._connection = connection
                 if self._area is not None:
                     self._send(self._area[1], (self._area[0],))
+                if self._uncommitted is not None:
+                    self._send({"type": "commit", "step": self._uncommitted})
                 if self._in_flight is not None:
                     self._send(self._in_flight)
             return connection
