@@ -13,11 +13,13 @@ from prefect.deployments.runner import RunnerDeployment
 from prefect.settings import PREFECT_API_URL
 
 from flows.train import train
+from flows.upkeep import upkeep
 
 __all__ = ["deployments", "main"]
 
 _WAIT_S = 120.0
 _NIGHTLY = "0 2 * * *"
+_HOURLY = "20 * * * *"
 
 
 async def main() -> None:
@@ -44,6 +46,14 @@ async def deployments() -> list[RunnerDeployment]:
             tags=["torchrelay"],
             parameters={"spec": {"run": {"run_id": "nightly"}}},
             cron=_NIGHTLY,
+            paused=True,
+        ),
+        await upkeep.ato_deployment(
+            "upkeep",
+            description="Each hour: verify checkpoints, forget superseded ones, sweep. Put your policy into its parameters and switch it on.",
+            tags=["torchrelay"],
+            parameters={"spec": {}},
+            cron=_HOURLY,
             paused=True,
         ),
     ]

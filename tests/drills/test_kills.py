@@ -201,7 +201,7 @@ def test_a_segment_does_not_notice_that_the_prefect_server_is_down(store: str, t
 
 def _start_flow(server: PrefectServer, spec: TrainSpec) -> subprocess.Popen[str]:
     flow = subprocess.Popen(
-        [sys.executable, str(_ROOT / "tests/programs/run_flow.py")],
+        [sys.executable, str(_ROOT / "tests/programs/run_flow.py"), "train"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.flow_runs import Flow
 from tests.waiting import wait_until
 
 _TEMPLATES = Path(sys.prefix) / "test-templates"  # beside the packages they were made by; gone with them
@@ -163,3 +164,15 @@ def server(session_server: PrefectServer) -> Iterator[PrefectServer]:
         }
     ):
         yield session_server
+
+
+@pytest.fixture
+def flow(server: PrefectServer) -> Flow:
+    """Flows, with the server that all tests of the session share."""
+    return Flow(server.environ)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> str:
+    """A local folder as the store."""
+    return f"file://{tmp_path / 'store'}"

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -18,63 +16,15 @@ from prefect.client.schemas.objects import TaskRun
 
 from flows.train import train
 from tasks.report import artifact_key
-from tests.flows.conftest import PrefectServer
+from tests.flow_runs import Ended, Flow
 from tests.launching import final_state, renamed, tiny_spec, train_to_the_end
 from tests.waiting import wait_until
-from torchrelay.config import TrainSpec, spec_to_dict
+from torchrelay.config import spec_to_dict
 from torchrelay.relay import read_status
 from torchrelay.store import open_store
 from torchrelay.testing.tiny import fail_at
 
 _ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> str:
-    """A local folder as the store."""
-    return f"file://{tmp_path / 'store'}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ended:
-    """Final state of a flow run."""
-
-    type: str
-    message: str
-    flow_run_id: str
-
-
-class Flow:
-    """Runs the flow in a process of its own against a real server."""
-
-    def __init__(self, server: PrefectServer) -> None:
-        self.environ = {
-            **os.environ,
-            **server.environ,
-            "PYTHONPATH": str(_ROOT),
-        }
-        self.environ.pop("TORCHRELAY_STORE", None)
-
-    def train(self, spec: TrainSpec | dict[str, Any]) -> Ended:
-        """Run it to its end."""
-        parameters = {"spec": spec_to_dict(spec) if isinstance(spec, TrainSpec) else spec}
-        done = subprocess.run(
-            [sys.executable, str(_ROOT / "tests/programs/run_flow.py")],
-            input=json.dumps(parameters),
-            env=self.environ,
-            capture_output=True,
-            text=True,
-            timeout=150,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-        return Ended(**json.loads(done.stdout.splitlines()[-1]))
-
-
-@pytest.fixture
-def flow(server: PrefectServer) -> Flow:
-    """The flow, with the server that all tests of the session share."""
-    return Flow(server)
 
 
 def _task_runs(ended: Ended) -> list[TaskRun]:

@@ -210,7 +210,7 @@ def _flows_service(stack: _Stack, root: Path) -> Service:
             "PREFECT_CLIENT_MAX_RETRIES": "8",
         },
         ready=lambda: _is_polled(api, since_s),
-        where="deployments train/train and train/nightly",
+        where="deployments train/train, train/nightly and upkeep/upkeep",
         cwd=root,
         stop_s=_STOP_S["flows"],
     )
