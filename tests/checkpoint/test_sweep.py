@@ -12,7 +12,7 @@ from tests.checkpointing import RUN, begin, new_run
 from tests.referring import is_whole, records_of, save_with, shards_with, sweep_all, write_with
 from torchrelay.checkpoint.commit import commit_manifest, write_shard
 from torchrelay.checkpoint.history import read_history
-from torchrelay.checkpoint.layout import ManifestRef, pack_key, packs_prefix, records_prefix, run_prefix
+from torchrelay.checkpoint.layout import ManifestRef, generation_key, pack_key, packs_prefix, records_prefix, run_prefix
 from torchrelay.checkpoint.reader import load_manifest, verify_checkpoint
 from torchrelay.checkpoint.retention import forget
 from torchrelay.checkpoint.survey import Survey, take_survey
@@ -89,7 +89,7 @@ def test_what_is_young_stays() -> None:
     assert plan_sweep(take_survey(store, RUN), grace_s=0.0).young == 0
 
 
-@pytest.mark.parametrize("what", ["manifest", "record"])
+@pytest.mark.parametrize("what", ["manifest", "record", "generation"])
 def test_nothing_is_swept_while_a_live_document_cannot_be_read(what: str) -> None:
     """It may need anything."""
     store = MemoryStore()
@@ -98,12 +98,16 @@ def test_nothing_is_swept_while_a_live_document_cannot_be_read(what: str) -> Non
         save_with(store, ManifestRef(step, 1))
     forget(store, RUN, ManifestRef(10, 1), why="a test")
     manifest = load_manifest(store, RUN, ManifestRef(20, 1))
-    key = manifest.key if what == "manifest" else manifest.record_keys()[1]
+    keys = {"manifest": manifest.key, "record": manifest.record_keys()[1], "generation": generation_key(RUN, 1)}
+    key = keys[what]
     store.put(key, b"rot")
     survey = take_survey(store, RUN)
     assert survey.unreadable == [key]
     with pytest.raises(CorruptionError, match="cannot be read"):
         plan_sweep(survey, grace_s=0.0)
+    if what == "generation":
+        with pytest.raises(CorruptionError, match="cannot be read"):
+            forget(store, RUN, ManifestRef(20, 1), why="a test")
 
 
 @pytest.mark.parametrize("what", ["record", "pack"])

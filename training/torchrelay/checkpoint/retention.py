@@ -144,6 +144,11 @@ def forget(store: ObjectStore, run_id: str, ref: ManifestRef, *, why: str) -> bo
     The losses are written first, so whoever dies in between leaves a checkpoint that still counts, and forgetting again finishes it.
     """
     history = read_history(store, run_id)
+    if history.unreadable:
+        raise CorruptionError(
+            f"nothing can be forgotten in run {run_id!r}: {history.unreadable[0]} cannot be read, so what its generation needs is not known",
+            hint="the next start of the run writes a new one",
+        )
     if ref in _needed(history) or ref in history.line[-1:] or ref in list_pins(store, run_id):
         return False
     manifest = None

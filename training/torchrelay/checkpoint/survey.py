@@ -74,7 +74,9 @@ def take_survey(store: ObjectStore, run_id: str) -> Survey:
     history = read_history(store, run_id)
     listing = store.list(run_prefix(run_id))
     index = [item for item in store.list(run_key(run_id)).objects if item.key == run_key(run_id)]
-    survey = Survey(run_id=run_id, server_time_s=listing.server_time_s, findings=[])
+    survey = Survey(
+        run_id=run_id, server_time_s=listing.server_time_s, findings=[], unreadable=list(history.unreadable)
+    )
     judge = _Judge(history, listing.objects)
     there = {item.key: item.size_bytes for item in listing.objects}
     named = _named_packs(store, survey, judge, there)
