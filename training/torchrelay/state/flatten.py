@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchrelay.checkpoint.layout import DTYPES
 from torchrelay.checkpoint.manifest import TensorMeta
 from torchrelay.checkpoint.typed import TensorRef, encode
 from torchrelay.errors import UnserialisableError
-from torchrelay.state.parts import PartTable, is_dtensor, local_tensor
+from torchrelay.state.parts import PartTable, is_dtensor, local_tensor, tensor_meta
 from torchrelay.state.shards import Part
 
 __all__ = ["Flattener", "encode_tree", "with_indices"]
@@ -84,6 +85,8 @@ def _check_storable(tensor: torch.Tensor, path: str) -> None:
         raise UnserialisableError(
             f"{path} is a {tensor.layout} tensor on {tensor.device}; only strided tensors with data can be stored"
         )
+    if tensor_meta(tensor).dtype not in DTYPES:
+        raise UnserialisableError(f"{path} has elements of {tensor.dtype}, which the format does not know")
     if type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer) and not is_dtensor(tensor):
         raise UnserialisableError(
             f"{path} is a {type(tensor).__qualname__}, a tensor subclass that has no typed encoding"

@@ -42,7 +42,7 @@ class Targets:
             memory = local_tensor(tensor)
             if not memory.numel():
                 continue
-            if memory.device.type != "cpu" or not memory.is_contiguous():
+            if memory.device.type != "cpu" or not memory.is_contiguous() or memory.is_conj() or memory.is_neg():
                 pin = memory.device.type == "cuda"
                 beside = torch.empty(memory.shape, dtype=memory.dtype, pin_memory=pin)
                 self._beside.append((memory, beside))
