@@ -20,7 +20,7 @@ from torchrelay import Checkpointer, TrainingState
 from torchrelay.checkpoint.generation import list_runs
 from torchrelay.errors import ConfigError
 from torchrelay.state.dcp_folder import problem_of_metadata
-from torchrelay.state.intake import read_source
+from torchrelay.state.intake import read_source, take_in
 from torchrelay.store import open_store
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
@@ -95,6 +95,12 @@ def test_files_of_torch_save_come_in(tmp_path: Path) -> None:
     _call(tmp_path, "import", "b.pt", "--run-id", "b", "--step", 40)
     bare, step = _restored(tmp_path, "b", optimizer=False)
     assert (digest(bare), step) == (digest({"model": dict(whole["model"])}), 40)
+    named = source.state(0)  # the optimizer's state by the names of parameters, as DCP's own tools make it
+    dcp.save(named, storage_writer=dcp.FileSystemWriter(tmp_path / "folder"))
+    intake = read_source(tmp_path / "folder")
+    assert (list(intake.components), intake.left_out) == (["model", "optimizer"], ("epoch",))
+    take_in(open_store(f"file://{tmp_path / 'store'}"), intake, run_id="d")
+    assert digest(_restored(tmp_path, "d")[0]) == digest(whole)
     _call(tmp_path, "export", "a", "--format", "torch", "--output", "c.pt")
     _call(tmp_path, "import", "c.pt", "--run-id", "c", "--component", "model")
     assert _restored(tmp_path, "c", optimizer=False)[1] == 2

@@ -78,6 +78,9 @@ def test_saved_by_two_ranks_loaded_by_three_and_by_one(tmp_path: Path) -> None:
     dcp.load(state, storage_reader=reader)
     assert digest(state) == saved[2]
     assert (reader.ref, state["epoch"]) == (ManifestRef(300, 1), 300)
+    only: dict[str, Any] = {"own": {"rank": 0}}  # a value that rank 0 did not have
+    dcp.load(only, storage_reader=reader)
+    assert only == {"own": {"rank": 1}}
     older = Trained(seed=4).state(0)
     dcp.load(older, storage_reader=reader, checkpoint_id="100")
     assert digest(older) == saved[0]
@@ -194,12 +197,18 @@ def test_every_kind_of_tensor_and_place(tmp_path: Path) -> None:
         "half": torch.randn(5).bfloat16(),
         "list": [torch.ones(2), {"deep": torch.zeros(3, dtype=torch.complex64)}],
         "wide": wide,
+        "conj": torch.tensor([1 + 2j, 3j], dtype=torch.complex64).conj(),
     }
     writer = RelayWriter(store, run="r")
     dcp.save(state, storage_writer=writer, checkpoint_id="1")
     dcp.save(state, storage_writer=writer, checkpoint_id="2")
-    packs = {path.parent.name for path in (tmp_path / "runs/r/packs").glob("*/*")}
-    assert packs == {str(ManifestRef(1, 1))}
+    packs = tmp_path / "runs/r/packs"
+    assert {path.parent.name for path in packs.glob("*/*")} == {str(ManifestRef(1, 1))}
+    dcp.save({"w": wide}, storage_writer=RelayWriter(store, run="r", step=3))
+    dcp.save(
+        state, storage_writer=writer, checkpoint_id="4"
+    )  # its own last save is not the newest: it refers to nothing
+    assert {path.parent.name for path in packs.glob("*/*")} == {str(ManifestRef(step, 1)) for step in (1, 3, 4)}
     into: dict[str, Any] = {
         "empty": torch.ones(0, 4),
         "scalar": torch.tensor(0),
@@ -207,10 +216,13 @@ def test_every_kind_of_tensor_and_place(tmp_path: Path) -> None:
         "half": torch.zeros(5),
         "list": [torch.zeros(2), {"deep": torch.ones(3, dtype=torch.complex64)}],
         "wide": torch.zeros(300, 1024).t(),
+        "conj": torch.zeros(2, dtype=torch.complex64).conj(),
     }
     dcp.load(into, storage_reader=RelayReader(store, run="r"))
     assert torch.equal(into["half"], state["half"].float())
-    del into["half"], state["half"]
+    assert torch.equal(into["conj"], state["conj"])
+    for name in ("half", "conj"):
+        del into[name], state[name]
     assert digest(into) == digest(state)
     assert load_manifest(open_store(store), "r", ManifestRef(2, 1)).tensors.keys() >= {"wide", "list.1.deep"}
 

@@ -45,9 +45,10 @@ class _Wish:
 
 @dataclass(frozen=True, slots=True)
 class _Ticket:
-    """What the coordinator tells each rank: the checkpoint's name, and who it is in it."""
+    """What the coordinator tells each rank: the checkpoint's name, the one that it may refer to, and who it is in it."""
 
     ref: ManifestRef
+    base: ManifestRef | None
     rank: int
     world_size: int
 
@@ -79,7 +80,7 @@ class RelayWriter(StorageWriter):
         self.step = step
         self._outline: _Outline | None = None
         self._tenure: Tenure | None = None
-        self._known: tuple[int, KnownChunks] | None = None
+        self._known: tuple[ManifestRef, KnownChunks] | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin another checkpoint; ``checkpoint_id`` is its step."""
@@ -122,8 +123,8 @@ class RelayWriter(StorageWriter):
         self._tenure = begin_save(
             self._open(), self._spec, step=steps.pop(), world_size=len(plans), before=before, why=why
         )
-        ref = self._tenure.ref(self._tenure.saving)
-        return [replace(plan, storage_data=_Ticket(ref, rank, len(plans))) for rank, plan in enumerate(plans)]
+        ref, base = self._tenure.ref(self._tenure.saving), self._tenure.base
+        return [replace(plan, storage_data=_Ticket(ref, base, rank, len(plans))) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's packs and its record. Raises UnserialisableError naming a value that has no typed encoding."""
@@ -150,9 +151,9 @@ class RelayWriter(StorageWriter):
             rank=ticket.rank,
             world_size=ticket.world_size,
             fragment=fragment if ticket.rank and nodes else None,
-            known=self._known[1] if self._known and self._known[0] == ticket.ref.generation else None,
+            known=self._known[1] if self._known and self._known[0] == ticket.base else None,
         )
-        self._known = (ticket.ref.generation, KnownChunks.of([record]))
+        self._known = (ticket.ref, KnownChunks.of([record]))
         future = Future[list[WriteResult]]()
         future.set_result(results)
         return future

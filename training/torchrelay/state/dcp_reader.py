@@ -155,7 +155,12 @@ class RelayReader(StorageReader):
         assert self._manifest is not None
         meta = self._manifest.tensors[self._names[item.storage_index.fqn]]
         dtype: torch.dtype = getattr(torch, meta.dtype)
-        if target.device.type == "cpu" and target.is_contiguous() and target.dtype == dtype and not target.is_neg():
+        if (
+            target.device.type == "cpu"
+            and target.is_contiguous()
+            and target.dtype == dtype
+            and not (target.is_neg() or target.is_conj())
+        ):
             return target
         return torch.empty(item.lengths, dtype=dtype)
 

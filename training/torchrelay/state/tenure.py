@@ -27,12 +27,16 @@ _LEASE_S = 60.0  # a save that takes longer may be overtaken by another start of
 
 @dataclass(slots=True)
 class Tenure:
-    """A generation held by this process, and the step that is being saved in it (0: none)."""
+    """A generation held by this process, and the step that is being saved in it (0: none).
+
+    ``base`` is the checkpoint whose packs the save may refer to: the one that was saved last, while it counts.
+    """
 
     claim: GenerationClaim
     lease: Lease
     saving: int = 0
     committed: int = 0
+    base: ManifestRef | None = None
 
     def ref(self, step: int) -> ManifestRef:
         """Name of this generation's checkpoint at a step."""
@@ -88,6 +92,7 @@ def begin_save(
         tenure.end_save(committed=False)
         raise
     tenure.saving = step
+    tenure.base = latest if latest == tenure.ref(tenure.committed) else None
     return tenure
 
 
