@@ -196,6 +196,9 @@ class Checkpointer:
                 hook.remove()
             if self._link is not None:
                 self._link.close()
+            if self._area is not None and not self._copier.is_alive():
+                self._area.close()
+                self._area = None
             self._session.close()
 
     def __enter__(self) -> Checkpointer:
