@@ -29,7 +29,7 @@ demo: $(STAMP) ## train, kill, resume, and prove that nothing was lost (about tw
 	@$(BIN)/torchrelay demo
 
 test: $(STAMP) ## all tests but the drills
-	@$(BIN)/pytest -m "not drill" $(ARGS)
+	@$(BIN)/pytest -m "not drill" -n 2 --dist loadfile $(ARGS)
 
 drills: $(STAMP) ## kill experiments with real processes
 	@$(BIN)/pytest -m drill $(ARGS)

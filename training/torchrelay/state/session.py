@@ -28,6 +28,7 @@ from torchrelay.checkpoint.sharing import HostShare
 from torchrelay.config import RunSpec
 from torchrelay.errors import CorruptionError, TorchrelayError
 from torchrelay.state.request import GenerationRequest
+from torchrelay.state.tenure import own_loop_spec
 from torchrelay.store import open_store
 from torchrelay.store.base import ObjectStore
 
@@ -129,7 +130,7 @@ def open_session(run: RunSpec | str, *, store: str, drain_s: float, caps: Mappin
     if launched:
         folder = Path(launched)
         return Session(GenerationRequest.read(folder), folder, rank=rank, world_size=world_size, own=None)
-    spec = run if isinstance(run, RunSpec) else RunSpec(run_id=run, job="own_loop:main", total_steps=2**31)
+    spec = own_loop_spec(run)
     request: GenerationRequest | None = None
     failure: TorchrelayError | None = None
     if rank == 0:
